@@ -1,0 +1,33 @@
+// Casts between float32 and the low-precision floats, and pack/unpack of many tensors in one call.
+//
+// Rounding is to nearest even, overflow goes to infinity (float8_e4m3fn: NaN) as torch's casts do, NaN stays
+// NaN. `scale` multiplies in float32: before rounding on the way down, after decoding on the way up. Same
+// dtype on both sides is a (scaled) copy; a scale of exactly 1 between equal dtypes moves bits untouched.
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include "base/dtype.h"
+
+namespace pycomm {
+
+// Supported: any pair out of {float32, float16, bfloat16, float8_e4m3fn, float8_e5m2} with float32 on at least
+// one side, and equal dtypes; and float64 <-> float32.
+bool cast_supported(DType dst, DType src);
+void cast(DType dst_dtype, void* dst, DType src_dtype, const void* src, size_t n_elems, float scale);
+
+struct ConstBlock {
+  const void* data;
+  size_t n_elems;
+};
+struct Block {
+  void* data;
+  size_t n_elems;
+};
+
+// dst receives the blocks one after another.
+void pack(DType dst_dtype, void* dst, DType src_dtype, std::span<const ConstBlock> srcs, float scale);
+void unpack(DType dst_dtype, std::span<const Block> dsts, DType src_dtype, const void* src, float scale);
+
+}  // namespace pycomm

@@ -1,0 +1,1 @@
+# Sources compiled once per instruction set, with their flags.
