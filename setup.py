@@ -1,0 +1,52 @@
+"""Builds the extension pycomm._C by driving CMake and ninja; all metadata is in pyproject.toml.
+
+Objects are kept in build/<python>-<machine>, so that a second build is quick. CMake's cache is not kept: in
+an isolated build cmake, ninja and pybind11 live in a temporary folder that is gone the next time.
+PYCOMM_EXTENSION=OFF installs the Python files only (the Makefile does this: it builds the extension itself).
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+SOURCE = Path(__file__).resolve().parent
+
+
+def tool(name: str) -> str:
+    """The path of cmake or ninja, from PATH or beside this Python; an error that says what to install."""
+    if path := shutil.which(name, path=f"{os.environ.get('PATH', '')}:{Path(sys.executable).parent}"):
+        return path
+    raise SystemExit(f"pycomm: {name} was not found: run `pip install {name}`, or build with pip's isolation")
+
+
+class CMakeBuild(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        import pybind11
+
+        build = SOURCE / "build" / f"{sys.implementation.cache_tag}-{platform.machine()}"
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        (build / "CMakeCache.txt").unlink(missing_ok=True)
+        cmake = [tool("cmake"), "-S", str(SOURCE), "-B", str(build), "-G", "Ninja"]
+        cmake += [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DPython_EXECUTABLE={sys.executable}"]
+        cmake += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", "-DCMAKE_BUILD_TYPE=Release"]
+        subprocess.run(cmake, check=True)
+        subprocess.run([tool("cmake"), "--build", str(build), "--target", "_C"], check=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(build / target.name, target)
+
+
+class FreshPython(build_py):
+    def run(self) -> None:  # a module deleted since the last build must not come back in the wheel
+        shutil.rmtree(Path(self.build_lib) / "pycomm", ignore_errors=True)
+        super().run()
+
+
+extensions = [] if os.environ.get("PYCOMM_EXTENSION") == "OFF" else [Extension("pycomm._C", sources=[])]
+setup(ext_modules=extensions, cmdclass={"build_ext": CMakeBuild, "build_py": FreshPython})
