@@ -1,0 +1,91 @@
+# The repository's commands. `make test` and `make demo` are each enough on a fresh machine with Python >= 3.10,
+# a C++20 compiler and pip: they make .venv, install requirements-dev.txt into it and build what they need.
+#
+# The virtual environment is remade when requirements-dev.txt, pyproject.toml or setup.py change. The extension
+# is built here (preset dev, into pycomm/), so the editable install brings the Python side only. CMake's cache is
+# dropped before every configuration: it would hold on to a Python, ninja or pybind11 that has moved; the
+# objects stay, so nothing is compiled twice.
+#
+#   PYTHON=python3.12   the Python to build with       CI=true   a missing GoogleTest or Google Benchmark fails
+
+PYTHON ?= python3
+VENV := $(CURDIR)/.venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+CXX_FILES = git ls-files 'csrc/*.h' 'csrc/*.cc' 'tests/cpp/*.h' 'tests/cpp/*.cc' 'bench/cpp/*.cc' 'bench/cpp/*.h'
+REQUIRED := $(if $(filter true,$(CI)),-DPYCOMM_TESTS=ON -DPYCOMM_BENCH=ON)
+# ThreadSanitizer wants its addresses where it expects them; where setarch is not allowed it may do without.
+FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
+
+.PHONY: demo test build venv test-cpp test-python lint format types layers tsan asan bench clean
+.DEFAULT_GOAL := test
+
+test: test-cpp test-python
+
+demo: build
+	$(BIN)/python examples/demo.py
+
+venv: $(READY)
+
+$(READY): requirements-dev.txt pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit( \
+	  f"pycomm needs Python 3.10 or newer, $(PYTHON) is {v[0]}.{v[1]}: run make PYTHON=python3.12")'
+	@command -v $${CXX:-c++} >/dev/null || { echo "pycomm needs a C++20 compiler, and $${CXX:-c++} was not found:" \
+	  "install g++ 11 or clang 14 (or newer), or set CXX"; exit 1; }
+	rm -rf $(VENV)
+	@# Debian's python3 without python3-venv has no ensurepip; the pip outside then serves.
+	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && \
+	  $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	PYCOMM_EXTENSION=OFF $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-build-isolation --no-deps -e .
+	touch $@
+
+# $(call configure,preset,options): CMake with this virtual environment's tools.
+configure = rm -f build/$(1)/CMakeCache.txt && $(BIN)/cmake --preset $(1) -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja \
+  -DPython_EXECUTABLE=$(BIN)/python -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) --log-level=NOTICE $(2)
+
+build: $(READY)
+	@$(call configure,dev,$(REQUIRED))
+	@$(BIN)/cmake --build --preset dev
+
+test-cpp: build
+	@if grep -q 'PYCOMM_HAS_TESTS:INTERNAL=ON' build/dev/CMakeCache.txt; then $(BIN)/ctest --preset dev; else \
+	  echo; echo "*** THE C++ TESTS DID NOT RUN: GoogleTest was not found."; \
+	  echo "*** Install it (Debian: libgtest-dev, Fedora: gtest-devel) and run make test again."; echo; fi
+
+test-python: build
+	$(BIN)/python -m pytest -n 2
+	@grep -q 'PYCOMM_HAS_TESTS:INTERNAL=ON' build/dev/CMakeCache.txt || \
+	  echo "*** The Python tests passed; THE C++ TESTS DID NOT RUN (no GoogleTest, see above)."
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	clang-format --version
+	@$(CXX_FILES) | xargs clang-format --dry-run -Werror
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	@$(CXX_FILES) | xargs clang-format -i
+
+# stubtest imports the built extension and compares it with pycomm/_C.pyi.
+types: build
+	$(BIN)/python -m mypy
+	$(BIN)/python -m mypy.stubtest pycomm._C
+
+layers: $(READY)
+	$(BIN)/python tools/check_layers.py
+
+tsan asan: $(READY)
+	@$(call configure,$@)
+	@$(BIN)/cmake --build --preset $@
+	$(if $(filter tsan,$@),$(FIXED_ADDRESSES)) $(BIN)/ctest --preset $@
+
+bench: build
+	@for program in build/dev/bench/cpp/*_bench; do [ ! -x $$program ] || $$program || exit 1; done
+	$(BIN)/pycomm bench all_reduce -b 4 -e 64M -f 4 --ranks 2 --peer gloo
+
+clean:
+	rm -rf build dist demo_out *.egg-info pycomm/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
