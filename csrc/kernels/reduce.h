@@ -9,13 +9,14 @@
 // `scalar` is used by avg (the sum is divided by it, once, before rounding) and premul_sum (every source is
 // multiplied by it before the sum); other ops ignore it. With one source, avg is "divide" and premul_sum is
 // "multiply". All dsts get the same value; a dst may be the same memory as a source (exactly, not shifted).
-// Pointers need no alignment beyond the element's. n_elems = 0 is a no-op.
+// Pointers need no alignment. n_elems = 0 is a no-op; n_dsts and n_srcs are at least 1, n_srcs at most 2^30.
 #pragma once
 
 #include <cstddef>
 #include <string>
 
 #include "base/dtype.h"
+#include "base/status.h"
 
 namespace pycomm {
 
@@ -28,7 +29,11 @@ ReduceFn find_reduce(DType dtype, ReduceOp op);
 // "sum, product, min, max" and so on: what find_reduce knows for this dtype, for error messages.
 std::string defined_ops(DType dtype);
 
-// "baseline", "avx2" or "avx512": chosen once at start from cpuid, lowered by PYCOMM_ISA.
+// "baseline", "avx2" or "avx512": chosen once, at first use, from cpuid, lowered by PYCOMM_ISA.
 const char* active_isa();
+
+// Fails when PYCOMM_ISA names what this build or this processor does not have; find_reduce then knows
+// nothing. The extension calls it at import.
+Status init_kernels();
 
 }  // namespace pycomm
