@@ -26,18 +26,25 @@ def tool(name: str) -> str:
     raise SystemExit(f"pycomm: {name} was not found: run `pip install {name}`, or build with pip's isolation")
 
 
+def run(what: str, *command: str) -> None:
+    """Runs a command whose own output says what went wrong, if anything did."""
+    if status := subprocess.run(command).returncode:
+        raise SystemExit(f"pycomm: {what} failed with status {status}; its message is above")
+
+
 class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
-        import pybind11
-
+        try:
+            import pybind11
+        except ModuleNotFoundError:
+            raise SystemExit("pycomm: pybind11 was not found: run `pip install pybind11`") from None
         build = SOURCE / "build" / f"{sys.implementation.cache_tag}-{platform.machine()}"
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         (build / "CMakeCache.txt").unlink(missing_ok=True)
-        cmake = [tool("cmake"), "-S", str(SOURCE), "-B", str(build), "-G", "Ninja"]
-        cmake += [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DPython_EXECUTABLE={sys.executable}"]
-        cmake += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", "-DCMAKE_BUILD_TYPE=Release"]
-        subprocess.run(cmake, check=True)
-        subprocess.run([tool("cmake"), "--build", str(build), "--target", "_C"], check=True)
+        options = [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DPython_EXECUTABLE={sys.executable}"]
+        options += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", "-DCMAKE_BUILD_TYPE=Release"]
+        run("CMake", tool("cmake"), "-S", str(SOURCE), "-B", str(build), "-G", "Ninja", *options)
+        run("the compiler", tool("cmake"), "--build", str(build), "--target", "_C")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(build / target.name, target)
 
