@@ -198,6 +198,7 @@ def run_ranks(
         >>> run_ranks(2, double, 10)
         [10, 12]
     """
+    __tracebackhide__ = True  # pytest shows the test and the message, not this file
     if n < 1:
         raise ValueError(f"run_ranks: n must be at least 1, not {n}")
     call = pickle.dumps((fn, args))
@@ -317,6 +318,7 @@ def _state(pid: int) -> str:
 
 def _raise_failure(ranks: list[_Rank]) -> None:
     """Raises the first failure in time, with a report of all."""
+    __tracebackhide__ = True
     failures = [rank for rank in ranks if rank.report]
     if not failures:
         return
