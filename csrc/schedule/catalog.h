@@ -13,8 +13,10 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 
+#include "base/status.h"
 #include "schedule/step.h"
 
 namespace pycomm {
@@ -35,10 +37,10 @@ bool find_collective(std::string_view name, Collective* out);
 struct Algorithm {
   Collective collective;
   const char* name;
-  const char* summary;      // one line for people
-  bool deterministic;       // its reduction tree is the canonical tree T of docs/numerics.md, for every n
-  bool in_place;            // input and output of the same part may share memory
-  int default_n_chunks;     // pipeline depth used when the caller gives 0; 1 where it has no meaning
+  const char* summary;   // one line for people
+  bool deterministic;    // its reduction tree is the canonical tree T of docs/numerics.md, for every n
+  bool in_place;         // input and output of the same part may share memory
+  int default_n_chunks;  // pipeline depth used when the caller gives 0; 1 where it has no meaning
   Schedule (*build)(int rank, int n_ranks, int root, int n_chunks);
   int (*rounds)(int n_ranks, int n_chunks);  // closed form: communication rounds over all ranks
   // closed form: parts sent by the busiest rank, as a multiple of one part's size
@@ -47,5 +49,15 @@ struct Algorithm {
 
 std::span<const Algorithm> catalog();
 const Algorithm* find_algorithm(Collective c, std::string_view name);
+// "direct, one_shot, ring": for messages.
+std::string known_algorithms(Collective c);
+
+// Limits of a step's bit fields, with room to spare.
+inline constexpr int kMaxRanks = 1 << 18;
+inline constexpr int kMaxChunks = 1 << 16;
+inline constexpr int kMaxRounds = 1 << 20;
+
+// Algorithm::build with its arguments checked: kSchedule when one is out of range. n_chunks 0 is the default.
+Status build_schedule(const Algorithm& a, int rank, int n_ranks, int root, int n_chunks, Schedule* out);
 
 }  // namespace pycomm

@@ -3,9 +3,9 @@
 // A Schedule is what one rank of n does: a flat list of 16-byte steps. It holds no pointer, byte count,
 // dtype, stream or protocol. The vector that a collective works on is cut into `n_parts` parts; a *chunk* is
 // a place that holds one part. Chunk ids are one flat space: [0, n_in) inputs (read-only when out of place),
-// then n_out outputs, then n_scratch scratch chunks; `part[chunk]` says which part a chunk holds, so an engine
-// knows its size, and data may only move between chunks of the same part. In place means that an input and an
-// output chunk of the same part share memory.
+// then n_out outputs, then n_scratch scratch chunks; `part[chunk]` says which part a chunk holds, so an
+// engine knows its size, and data may only move between chunks of the same part. In place means that an input
+// and an output chunk of the same part share memory.
 //
 //   send         peer's recv gets chunk src
 //   recv         dst = incoming
