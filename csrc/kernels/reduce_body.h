@@ -40,6 +40,10 @@ PYCOMM_INLINE V tree(const V* v) {
   }
 }
 
+// Where loads and stores can be masked, a hot body does its own tail; elsewhere tail() pads it.
+template <class Op>
+constexpr bool kMaskedTail = Op::kHot&& kVecBytes == 64;
+
 template <class Op, int N, bool kPartial, class S>
 PYCOMM_INLINE auto reduce_vector(const S* const* src, size_t i, size_t n_rest, ParamOf<Op> param) {
   using F = typename Op::Format;
@@ -57,31 +61,12 @@ PYCOMM_INLINE auto reduce_vector(const S* const* src, size_t i, size_t n_rest, P
   return tree<Op, N, typename F::V>(v);
 }
 
-// Stores one finished vector at lane i of every destination.
-template <class Op, int D, bool kPartial, class S>
-PYCOMM_INLINE void store_all(S* const* dst, void* const* dsts, int n_dsts, size_t i, size_t n_rest,
-                             typename Op::Format::Raw raw) {
-  const auto put = [&](S* p) {
-    if constexpr (kPartial) {
-      store_partial(p + i, raw, n_rest * sizeof(S));
-    } else {
-      store(p + i, raw);
-    }
-  };
-  if constexpr (D > 0) {
-#pragma GCC unroll 4
-    for (int k = 0; k < D; ++k) put(dst[k]);
-  } else {
-    for (int k = 0; k < n_dsts; ++k) put(static_cast<S*>(dsts[k]));
-  }
-}
-
 template <class Op, int N, int D>
 void body(void* const* dsts, int n_dsts, const void* const* srcs, size_t n, ParamOf<Op> param) {
   using F = typename Op::Format;
   using S = typename F::Store;
   constexpr size_t L = F::L;
-  constexpr size_t kUnroll = N <= 2 ? 4 : N <= 4 ? 2 : 1;
+  constexpr size_t kUnroll = !Op::kHot || N > 4 ? 1 : N > 2 ? 2 : 4;
   const S* src[N];
   for (int k = 0; k < N; ++k) src[k] = static_cast<const S*>(srcs[k]);
   S* dst[D > 0 ? D : 1];
@@ -90,8 +75,21 @@ void body(void* const* dsts, int n_dsts, const void* const* srcs, size_t n, Para
   const auto emit = [&]<bool kPartial>(size_t i, typename F::V v) __attribute__((always_inline)) {
     if constexpr (D == kToAcc) {  // temporaries are padded to whole vectors
       store(static_cast<typename F::Acc*>(dsts[0]) + i, v);
-    } else {
-      store_all<Op, D, kPartial>(dst, dsts, n_dsts, i, n - i, F::encode(Op::finish(v, param)));
+      return;
+    }
+    const auto raw = F::encode(Op::finish(v, param));
+    const auto put = [&](S * p) __attribute__((always_inline)) {
+      if constexpr (kPartial) {
+        store_partial(p + i, raw, (n - i) * sizeof(S));
+      } else {
+        store(p + i, raw);
+      }
+    };
+    if constexpr (D > 0) {
+#pragma GCC unroll 4
+      for (int k = 0; k < D; ++k) put(dst[k]);
+    } else if constexpr (D == 0) {
+      for (int k = 0; k < n_dsts; ++k) put(static_cast<S*>(dsts[k]));
     }
   };
   size_t i = 0;
@@ -107,7 +105,9 @@ void body(void* const* dsts, int n_dsts, const void* const* srcs, size_t n, Para
   for (; i + L <= n; i += L) {
     emit.template operator()<false>(i, reduce_vector<Op, N, false>(src, i, 0, param));
   }
-  if (i < n) emit.template operator()<true>(i, reduce_vector<Op, N, true>(src, i, n - i, param));
+  if constexpr (kMaskedTail<Op>) {
+    if (i < n) emit.template operator()<true>(i, reduce_vector<Op, N, true>(src, i, n - i, param));
+  }
 }
 
 // bodies[n_srcs - 1][column]; the column is chosen from n_dsts.
@@ -119,10 +119,11 @@ struct Bodies {
 
   template <int N>
   constexpr void fill() {
+    constexpr bool kHot = Op::kHot;
     fn[N - 1][0] = body<Op, N, 0>;
-    fn[N - 1][1] = body<Op, N, 1>;
-    fn[N - 1][2] = body < Op, N, Op::kHot ? 2 : 0 > ;
-    fn[N - 1][3] = body < Op, N, Op::kHot && (N == 3 || N == 4) ? N : 0 > ;
+    fn[N - 1][1] = body<Op, N, (kHot ? 1 : 0)>;
+    fn[N - 1][2] = body<Op, N, (kHot ? 2 : 0)>;
+    fn[N - 1][3] = body<Op, N, (kHot && (N == 3 || N == 4) ? N : 0)>;
     if constexpr (2 * N >= kMax) to_acc[N - 1] = body<Op, N, kToAcc>;
     if constexpr (N < kMax) fill<N + 1>();
   }
@@ -136,12 +137,74 @@ struct Bodies {
 template <class Op>
 constexpr Bodies<Op> kBodies;
 
+// The last n - i lanes, fewer than a vector: the sources are padded with zeros, fn (one destination) runs on
+// them, and what belongs to the destinations is copied there.
+template <class Op>
+void tail(BodyFn<Op> fn, void* const* dsts, int n_dsts, const void* const* srcs, int n_srcs, size_t i,
+          size_t n, ParamOf<Op> param) {
+  using F = typename Op::Format;
+  using S = typename F::Store;
+  constexpr size_t kRawBytes = sizeof(typename F::Raw);
+  const size_t n_bytes = (n - i) * sizeof(S);
+  alignas(64) char in[Op::kMaxDirect][kRawBytes];
+  alignas(64) char out[kRawBytes];
+  const void* src[Op::kMaxDirect];
+  for (int k = 0; k < n_srcs; ++k) {
+    store(in[k], load_partial<typename F::Raw>(static_cast<const S*>(srcs[k]) + i, n_bytes));
+    src[k] = in[k];
+  }
+  void* dst = out;
+  fn(&dst, 1, src, F::L, param);
+  for (int k = 0; k < n_dsts; ++k)
+    copy_bytes<kRawBytes>(reinterpret_cast<char*>(static_cast<S*>(dsts[k]) + i), out, n_bytes);
+}
+
+// n_srcs <= Op::kMaxDirect
+template <class Op>
+PYCOMM_INLINE void direct(void* const* dsts, int n_dsts, const void* const* srcs, int n_srcs, size_t n,
+                          ParamOf<Op> param) {
+  const auto& row = kBodies<Op>.fn[n_srcs - 1];
+  const BodyFn<Op> fn = row[Bodies<Op>::column(n_dsts, n_srcs)];
+  if constexpr (kMaskedTail<Op>) {
+    fn(dsts, n_dsts, srcs, n, param);
+  } else {
+    const size_t whole = n - n % Op::Format::L;
+    if (whole > 0) fn(dsts, n_dsts, srcs, whole, param);
+    if (whole < n) tail<Op>(row[1], dsts, n_dsts, srcs, n_srcs, whole, n, param);
+  }
+}
+
+// T of `count` sources (kMaxDirect/2 to kMaxDirect) from lane `at` on, unfinished, into a temporary.
+template <class Op>
+void group_to_acc(typename Op::Format::Acc* temporary, const void* const* srcs, int count, size_t at,
+                  size_t n, ParamOf<Op> param) {
+  using F = typename Op::Format;
+  using S = typename F::Store;
+  constexpr size_t kRawBytes = sizeof(typename F::Raw);
+  const BodyFn<Op> fn = kBodies<Op>.to_acc[count - 1];
+  const void* src[Op::kMaxDirect];
+  for (int k = 0; k < count; ++k) src[k] = static_cast<const S*>(srcs[k]) + at;
+  const size_t whole = n - n % F::L;
+  void* dst = temporary;
+  fn(&dst, 1, src, whole, param);
+  if (whole == n) return;
+  alignas(64) char in[Op::kMaxDirect][kRawBytes];
+  for (int k = 0; k < count; ++k) {
+    store(in[k],
+          load_partial<typename F::Raw>(static_cast<const S*>(src[k]) + whole, (n - whole) * sizeof(S)));
+    src[k] = in[k];
+  }
+  dst = temporary + whole;
+  fn(&dst, 1, src, F::L, param);
+}
+
 template <class Op>
 void blocked(void* const* dsts, int n_dsts, const void* const* srcs, int n_srcs, size_t n,
              ParamOf<Op> param) {
   using F = typename Op::Format;
   using S = typename F::Store;
   using A = typename F::Acc;
+  using V = typename F::V;
   constexpr int kLeaves = Op::kMaxDirect / 2;
   constexpr size_t kBlock = kBlockBytes / sizeof(A);
   alignas(64) A stack[31][kBlock];
@@ -152,26 +215,27 @@ void blocked(void* const* dsts, int n_dsts, const void* const* srcs, int n_srcs,
     for (int group = 0; group < p / kLeaves; ++group) {
       const int pairs_left = n_srcs - p - group * kLeaves;
       const int count = kLeaves + (pairs_left < 0 ? 0 : pairs_left < kLeaves ? pairs_left : kLeaves);
-      const void* src[Op::kMaxDirect];
-      for (int k = 0; k < count; ++k) src[k] = static_cast<const S*>(srcs[next + k]) + at;
-      void* temporary = stack[top];
-      kBodies<Op>.to_acc[count - 1](&temporary, 1, src, len, param);
+      group_to_acc<Op>(stack[top], srcs + next, count, at, len, param);
       next += count;
       ++top;
       for (int carry = group; carry & 1; carry >>= 1) {
         --top;
+        A* left = stack[top - 1];
         for (size_t i = 0; i < len; i += F::L) {
-          const auto left = load<typename F::V>(&stack[top - 1][i]);
-          store(&stack[top - 1][i], Op::combine(left, load<typename F::V>(&stack[top][i])));
+          store(left + i, Op::combine(load<V>(left + i), load<V>(left + kBlock + i)));
         }
       }
     }
     for (size_t i = 0; i < len; i += F::L) {
-      const auto raw = F::encode(Op::finish(load<typename F::V>(&stack[0][i]), param));
-      if (len - i >= F::L) {
-        store_all<Op, 0, false>(static_cast<S* const*>(nullptr), dsts, n_dsts, at + i, 0, raw);
-      } else {
-        store_all<Op, 0, true>(static_cast<S* const*>(nullptr), dsts, n_dsts, at + i, len - i, raw);
+      const auto raw = F::encode(Op::finish(load<V>(stack[0] + i), param));
+      const size_t n_bytes = len - i < F::L ? (len - i) * sizeof(S) : sizeof(raw);
+      for (int k = 0; k < n_dsts; ++k) {
+        S* dst = static_cast<S*>(dsts[k]) + at + i;
+        if (n_bytes == sizeof(raw)) {
+          store(dst, raw);
+        } else {
+          store_partial(dst, raw, n_bytes);
+        }
       }
     }
   }
@@ -184,8 +248,7 @@ void reduce_entry(void* const* dsts, int n_dsts, const void* const* srcs, int n_
   if (n_elems == 0) return;
   const auto go = [&](ParamOf<Op> param) __attribute__((always_inline)) {
     if (n_srcs <= Op::kMaxDirect) [[likely]] {
-      const int column = Bodies<Op>::column(n_dsts, n_srcs);
-      kBodies<Op>.fn[n_srcs - 1][column](dsts, n_dsts, srcs, n_elems * kLanes, param);
+      direct<Op>(dsts, n_dsts, srcs, n_srcs, n_elems * kLanes, param);
     } else {
       blocked<Op>(dsts, n_dsts, srcs, n_srcs, n_elems * kLanes, param);
     }
