@@ -58,7 +58,9 @@ const KernelTable* find_isa(const char* name) {
 std::string supported_isas() {
   std::string names;
   for (const Isa& isa : kIsas) {
-    if (isa.supported()) names += (names.empty() ? "" : ", ") + std::string(isa.table->name);
+    if (!isa.supported()) continue;
+    if (!names.empty()) names += ", ";
+    names += isa.table->name;
   }
   return names;
 }
@@ -87,7 +89,8 @@ std::string defined_ops(DType dtype) {
   std::string names;
   for (int op = 0; op < kNumReduceOps; ++op) {
     if (find_reduce(dtype, static_cast<ReduceOp>(op)) == nullptr) continue;
-    names += (names.empty() ? "" : ", ") + std::string(reduce_op_name(static_cast<ReduceOp>(op)));
+    if (!names.empty()) names += ", ";
+    names += reduce_op_name(static_cast<ReduceOp>(op));
   }
   return names;
 }
