@@ -43,7 +43,7 @@ $(READY): requirements-dev.txt pyproject.toml setup.py
 
 # $(call configure,preset,options): CMake with this virtual environment's tools.
 configure = rm -f build/$(1)/CMakeCache.txt && $(BIN)/cmake --preset $(1) -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja \
-  -DPython_EXECUTABLE=$(BIN)/python -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) --log-level=NOTICE $(2)
+  -DPython_EXECUTABLE=$(BIN)/python -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) --log-level=NOTICE --no-warn-unused-cli $(2)
 
 build: $(READY)
 	@$(call configure,dev,$(REQUIRED))
@@ -62,17 +62,17 @@ test-python: build
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	clang-format --version
-	@$(CXX_FILES) | xargs clang-format --dry-run -Werror
+	@$(CXX_FILES) | xargs $(BIN)/clang-format --dry-run -Werror
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	@$(CXX_FILES) | xargs clang-format -i
+	@$(CXX_FILES) | xargs $(BIN)/clang-format -i
 
 # stubtest imports the built extension and compares it with pycomm/_C.pyi.
 types: build
 	$(BIN)/python -m mypy
+	@test -f pycomm/_C.pyi || { echo "pycomm/_C.pyi is missing: it describes the extension to mypy"; exit 1; }
 	$(BIN)/python -m mypy.stubtest pycomm._C
 
 layers: $(READY)

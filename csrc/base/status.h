@@ -57,10 +57,11 @@ class [[nodiscard]] Status {
 // printf-style message building; the result is never truncated.
 std::string format(const char* fmt, ...) __attribute__((format(printf, 1, 2)));
 
-#define PYCOMM_RETURN_IF_ERROR(expr)                    \
-  do {                                                  \
-    ::pycomm::Status status_ = (expr);                  \
-    if (!status_.ok()) [[unlikely]] return status_;     \
+#define PYCOMM_RETURN_IF_ERROR(expr)   \
+  do {                                 \
+    ::pycomm::Status status_ = (expr); \
+    if (!status_.ok()) [[unlikely]]    \
+      return status_;                  \
   } while (0)
 
 }  // namespace pycomm
