@@ -47,18 +47,15 @@ PYCOMM_INLINE U32 encode_small(F32 value) {
   constexpr int kShift = 23 - kManBits;
   const U32 bits = (U32)value;
   const I32 mag = (I32)(bits & 0x7fffffffu);
-  const U32 sign = (bits >> 31) << (kExpBits + kManBits);
+  const U32 sign = (bits >> (31 - kExpBits - kManBits)) & (1u << (kExpBits + kManBits));
   const I32 odd = (mag >> kShift) & 1;
   const I32 normal = (mag + ((kBias - 127) * (1 << 23) + (1 << (kShift - 1)) - 1) + odd) >> kShift;
   constexpr int kMagic = (127 + 24 - kBias - kManBits) << 23;
   const I32 subnormal = (I32)((F32)mag + (F32)(I32{} + kMagic)) - kMagic;
   I32 code = mag < ((128 - kBias) << 23) ? subnormal : normal;
-  if constexpr (kExpBits == 5) {
-    code = mag >= ((128 + kBias) << 23) ? (I32{} + (31 << kManBits)) : code;
-  } else {
-    code = mag >= 0x43e00000 ? (I32{} + (kNanCode - 1)) : code;  // 448.0f, the largest e4m3fn
-  }
-  code = mag > 0x7f800000 ? (I32{} + kNanCode) : code;
+  constexpr int kLargest = kExpBits == 5 ? 31 << kManBits : kNanCode - 1;  // infinity, or 448
+  code = code < kLargest ? code : (I32{} + kLargest);
+  code = value != value ? (I32{} + kNanCode) : code;
   return (U32)code | sign;
 }
 
@@ -99,15 +96,13 @@ struct BFloat16 : Small<uint16_t> {
   static PYCOMM_INLINE Raw encode(V v) {
     const U32 bits = (U32)v;
     const U32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const I32 nan = (I32)(bits & 0x7fffffffu) > 0x7f800000;
-    return narrow<Store, L>(nan ? ((bits >> 16) | 0x40) : rounded);
+    return narrow<Store, L>(v != v ? ((bits >> 16) | 0x40) : rounded);
   }
 };
 
 struct Float16 : Small<uint16_t> {
   static PYCOMM_INLINE V decode(Raw r) {
 #if defined(__AVX512BW__)
-    // all-ones masks: GCC 12 warns of its own header's undefined vector in the unmasked forms
     return (V)_mm512_maskz_cvtph_ps(0xffff, (__m256i)r);
 #elif defined(__F16C__)
     return (V)_mm256_cvtph_ps((__m128i)r);

@@ -85,11 +85,15 @@ PYCOMM_INLINE void store_partial(void* p, V v, size_t n_bytes) {
   copy_bytes<sizeof(V)>(static_cast<char*>(p), reinterpret_cast<const char*>(&v), n_bytes);
 }
 
-// 32-bit lanes that hold at most 16 (or 8) bits -> 16-bit (or 8-bit) lanes. The compiler's own conversion is
-// one instruction with AVX-512 and NEON; for SSE2 and AVX2 GCC 12 takes the lanes apart one by one.
+// 32-bit lanes that hold at most 16 (or 8) bits -> 16-bit (or 8-bit) lanes. The compiler's own conversion
+// would do, but on x86-64 GCC 12 takes some lanes apart one by one; and it warns of its own header's
+// undefined vector in AVX-512 intrinsics without a mask, hence the masks of ones.
 template <class S, int L>
 PYCOMM_INLINE Vec<S, L> narrow(Vec<uint32_t, L> v) {
-#if defined(__AVX2__) && !defined(__AVX512BW__)
+#if defined(__AVX512BW__)
+  if constexpr (L == 16 && sizeof(S) == 2) return (Vec<S, L>)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)v);
+  if constexpr (L == 16 && sizeof(S) == 1) return (Vec<S, L>)_mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)v);
+#elif defined(__AVX2__)
   if constexpr (L == 8) {
     const __m256i w = (__m256i)v;
     const __m128i lo = _mm256_castsi256_si128(w), hi = _mm256_extracti128_si256(w, 1);
@@ -97,7 +101,7 @@ PYCOMM_INLINE Vec<S, L> narrow(Vec<uint32_t, L> v) {
     if constexpr (sizeof(S) == 2) return (Vec<S, L>)words;
     if constexpr (sizeof(S) == 1) return (Vec<S, L>)_mm_cvtsi128_si64(_mm_packus_epi16(words, words));
   }
-#elif defined(__SSE2__) && !defined(__AVX512BW__)
+#elif defined(__SSE2__)
   if constexpr (L == 4) {
     const __m128i sign_extended = _mm_srai_epi32(_mm_slli_epi32((__m128i)v, 16), 16);
     const __m128i words = _mm_packs_epi32(sign_extended, sign_extended);
@@ -111,12 +115,19 @@ PYCOMM_INLINE Vec<S, L> narrow(Vec<uint32_t, L> v) {
 // 8-bit or 16-bit lanes -> 32-bit lanes, zeros above.
 template <class S, int L>
 PYCOMM_INLINE Vec<uint32_t, L> widen(Vec<S, L> v) {
-#if defined(__AVX2__) && !defined(__AVX512BW__)
+#if defined(__AVX512BW__)
+  if constexpr (L == 16 && sizeof(S) == 2) {
+    return (Vec<uint32_t, L>)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)v);
+  }
+  if constexpr (L == 16 && sizeof(S) == 1) {
+    return (Vec<uint32_t, L>)_mm512_maskz_cvtepu8_epi32(0xffff, (__m128i)v);
+  }
+#elif defined(__AVX2__)
   if constexpr (L == 8 && sizeof(S) == 2) return (Vec<uint32_t, L>)_mm256_cvtepu16_epi32((__m128i)v);
   if constexpr (L == 8 && sizeof(S) == 1) {
     return (Vec<uint32_t, L>)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)v));
   }
-#elif defined(__SSE2__) && !defined(__AVX512BW__)
+#elif defined(__SSE2__)
   if constexpr (L == 4) {
     const __m128i zero = _mm_setzero_si128();
     if constexpr (sizeof(S) == 2) {
