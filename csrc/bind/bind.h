@@ -9,6 +9,7 @@ namespace pycomm {
 
 void bind_schedule(pybind11::module_& m);
 void bind_kernels(pybind11::module_& m);
+void bind_engine(pybind11::module_& m);
 void bind_bucket(pybind11::module_& m);
 
 // Sets the Python exception for a failed status (classes live in pycomm/errors.py).

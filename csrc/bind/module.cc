@@ -8,4 +8,5 @@ PYBIND11_MODULE(_C, m) {
   pycomm::bind_schedule(m);
   pycomm::bind_kernels(m);
   pycomm::bind_bucket(m);
+  pycomm::bind_engine(m);
 }

@@ -1,0 +1,296 @@
+#include "bind/tensor.h"
+
+#include <cstring>
+#include <vector>
+
+#include "bind/dlpack.h"
+
+namespace pycomm {
+
+namespace {
+PyTypeObject* tensor_type = nullptr;
+PyTypeObject* parameter_type = nullptr;
+const dlpack::ExchangeApi* api = nullptr;  // null: torch is too old, attributes are read instead
+PyObject* is_grad_enabled = nullptr;
+PyObject *str_is_neg, *str_is_conj, *str_requires_grad, *str_is_contiguous, *str_data_ptr, *str_numel,
+    *str_dtype, *str_device, *str_type;
+
+// The answer of a Python call or attribute as a truth value; -1 with an error set.
+int truth(PyObject* result) {
+  if (result == nullptr) return -1;
+  const int t = PyObject_IsTrue(result);
+  Py_DECREF(result);
+  return t;
+}
+Status python_error(const char* what) { return Status::error(Code::kInterrupt, what); }
+
+bool dtype_of(dlpack::DataType t, DType* out) {
+  struct Row {
+    uint8_t code, bits;
+    DType dtype;
+  };
+  static constexpr Row kRows[] = {
+      {dlpack::kFloat, 64, DType::kFloat64},
+      {dlpack::kFloat, 32, DType::kFloat32},
+      {dlpack::kFloat, 16, DType::kFloat16},
+      {dlpack::kBfloat, 16, DType::kBFloat16},
+      {dlpack::kFloat8E4M3FN, 8, DType::kFloat8E4M3},
+      {dlpack::kFloat8E5M2, 8, DType::kFloat8E5M2},
+      {dlpack::kInt, 8, DType::kInt8},
+      {dlpack::kInt, 16, DType::kInt16},
+      {dlpack::kInt, 32, DType::kInt32},
+      {dlpack::kInt, 64, DType::kInt64},
+      {dlpack::kUInt, 8, DType::kUInt8},
+      {dlpack::kBool, 8, DType::kBool},
+      {dlpack::kComplex, 64, DType::kComplex64},
+      {dlpack::kComplex, 128, DType::kComplex128},
+  };
+  for (const Row& r : kRows) {
+    if (r.code == t.code && r.bits == t.bits && t.lanes == 1) {
+      *out = r.dtype;
+      return true;
+    }
+  }
+  return false;
+}
+
+dlpack::DataType dlpack_of(DType t) {
+  const auto bits = static_cast<uint8_t>(8 * dtype_size(t));
+  switch (t) {
+    case DType::kFloat64:
+    case DType::kFloat32:
+    case DType::kFloat16: return {dlpack::kFloat, bits, 1};
+    case DType::kBFloat16: return {dlpack::kBfloat, bits, 1};
+    case DType::kFloat8E4M3: return {dlpack::kFloat8E4M3FN, bits, 1};
+    case DType::kFloat8E5M2: return {dlpack::kFloat8E5M2, bits, 1};
+    case DType::kInt8:
+    case DType::kInt16:
+    case DType::kInt32:
+    case DType::kInt64: return {dlpack::kInt, bits, 1};
+    case DType::kUInt8: return {dlpack::kUInt, bits, 1};
+    case DType::kBool: return {dlpack::kBool, bits, 1};
+    case DType::kComplex64:
+    case DType::kComplex128: return {dlpack::kComplex, bits, 1};
+  }
+  return {};
+}
+
+Status unsupported_dtype(const char* what) {
+  return Status::error(
+      Code::kType,
+      format("%s: dtype is not supported; supported are float64, float32, float16, bfloat16, float8_e4m3fn, "
+             "float8_e5m2, int8, int16, int32, int64, uint8, bool, complex64, complex128",
+             what));
+}
+Status wrong_device(const char* what) {
+  return Status::error(
+      Code::kValue,
+      format("%s must be a CPU tensor: this build has no CUDA engine; move it with .cpu()", what));
+}
+
+// 1 contiguous, 0 not.
+int contiguous(const dlpack::Tensor& t, uint64_t* n_elems) {
+  uint64_t n = 1;
+  for (int i = 0; i < t.ndim; i++) n *= static_cast<uint64_t>(t.shape[i]);
+  *n_elems = n;
+  if (n == 0 || t.strides == nullptr) return 1;
+  int64_t expect = 1;
+  for (int i = t.ndim - 1; i >= 0; i--) {
+    if (t.shape[i] != 1 && t.strides[i] != expect) return 0;
+    expect *= t.shape[i];
+  }
+  return 1;
+}
+
+Status view_by_api(PyObject* tensor, const char* what, TensorView* view, Layout* layout) {
+  dlpack::Tensor t;
+  if (api->dltensor_from_py_object_no_sync(tensor, &t) != 0) {
+    // Sparse tensors and others without plain memory: say which argument, keep torch's reason.
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject* text = value != nullptr ? PyObject_Str(value) : nullptr;
+    Status s = Status::error(Code::kType, format("%s is not a plain dense tensor: %s", what,
+                                                 text != nullptr ? PyUnicode_AsUTF8(text) : "no memory"));
+    Py_XDECREF(text);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    PyErr_Clear();
+    return s;
+  }
+  if (t.device.device_type != dlpack::kCpu && t.device.device_type != dlpack::kCudaHost)
+    return wrong_device(what);
+  if (!dtype_of(t.dtype, &view->dtype)) return unsupported_dtype(what);
+  if (!contiguous(t, &view->n_elems)) *layout = Layout::kNeedsStaging;
+  view->data = static_cast<char*>(t.data) + t.byte_offset;
+  return Status();
+}
+
+// torch < 2.10: the same facts, one attribute at a time.
+Status view_by_attributes(PyObject* tensor, const char* what, TensorView* view, Layout* layout) {
+  PyObject* device = PyObject_GetAttr(tensor, str_device);
+  PyObject* kind = device != nullptr ? PyObject_GetAttr(device, str_type) : nullptr;
+  Py_XDECREF(device);
+  if (kind == nullptr) return python_error(what);
+  const bool cpu = PyUnicode_CompareWithASCIIString(kind, "cpu") == 0;
+  Py_DECREF(kind);
+  if (!cpu) return wrong_device(what);
+  PyObject* dtype = PyObject_GetAttr(tensor, str_dtype);
+  PyObject* name = dtype != nullptr ? PyObject_Str(dtype) : nullptr;
+  Py_XDECREF(dtype);
+  if (name == nullptr) return python_error(what);
+  bool known = false;
+  for (int i = 0; i < kNumDTypes; i++) {
+    const std::string full = std::string("torch.") + dtype_name(static_cast<DType>(i));
+    if (PyUnicode_CompareWithASCIIString(name, full.c_str()) != 0) continue;
+    view->dtype = static_cast<DType>(i);
+    known = true;
+  }
+  Py_DECREF(name);
+  if (!known) return unsupported_dtype(what);
+  const int plain = truth(PyObject_CallMethodNoArgs(tensor, str_is_contiguous));
+  if (plain < 0) return python_error(what);
+  if (plain == 0) *layout = Layout::kNeedsStaging;
+  PyObject* pointer = PyObject_CallMethodNoArgs(tensor, str_data_ptr);
+  PyObject* numel = PyObject_CallMethodNoArgs(tensor, str_numel);
+  if (pointer != nullptr && numel != nullptr) {
+    view->data = PyLong_AsVoidPtr(pointer);
+    view->n_elems = PyLong_AsUnsignedLongLong(numel);
+  }
+  Py_XDECREF(pointer);
+  Py_XDECREF(numel);
+  return PyErr_Occurred() != nullptr ? python_error(what) : Status();
+}
+}  // namespace
+
+void bind_tensor_setup(PyObject* tensor, PyObject* parameter, PyObject* exchange_api,
+                       PyObject* grad_enabled) {
+  Py_INCREF(tensor);
+  Py_INCREF(parameter);
+  Py_INCREF(grad_enabled);
+  tensor_type = reinterpret_cast<PyTypeObject*>(tensor);
+  parameter_type = reinterpret_cast<PyTypeObject*>(parameter);
+  is_grad_enabled = grad_enabled;
+  api = nullptr;
+  if (exchange_api != nullptr && PyCapsule_CheckExact(exchange_api)) {
+    const auto* a =
+        static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(exchange_api, "dlpack_exchange_api"));
+    while (a != nullptr && a->version.major > 1) a = a->prev_api;
+    if (a != nullptr && a->version.major == 1 && a->dltensor_from_py_object_no_sync != nullptr) api = a;
+    PyErr_Clear();
+  }
+  str_is_neg = PyUnicode_InternFromString("is_neg");
+  str_is_conj = PyUnicode_InternFromString("is_conj");
+  str_requires_grad = PyUnicode_InternFromString("requires_grad");
+  str_is_contiguous = PyUnicode_InternFromString("is_contiguous");
+  str_data_ptr = PyUnicode_InternFromString("data_ptr");
+  str_numel = PyUnicode_InternFromString("numel");
+  str_dtype = PyUnicode_InternFromString("dtype");
+  str_device = PyUnicode_InternFromString("device");
+  str_type = PyUnicode_InternFromString("type");
+}
+
+Status view_tensor(PyObject* tensor, const char* what, bool written, TensorView* view, Layout* layout) {
+  if (tensor_type == nullptr) return Status::error(Code::kSystem, "import pycomm before using pycomm._C");
+  if (Py_TYPE(tensor) != tensor_type && Py_TYPE(tensor) != parameter_type) {
+    return Status::error(Code::kType, format("%s must be a torch.Tensor (not a subclass), got %s", what,
+                                             Py_TYPE(tensor)->tp_name));
+  }
+  *layout = Layout::kPlain;
+  PYCOMM_RETURN_IF_ERROR(api != nullptr ? view_by_api(tensor, what, view, layout)
+                                        : view_by_attributes(tensor, what, view, layout));
+  // The lazy bits are not part of the memory: what lies there is not the tensor's value.
+  int lazy = truth(PyObject_CallMethodNoArgs(tensor, str_is_neg));
+  if (lazy == 0 && (view->dtype == DType::kComplex64 || view->dtype == DType::kComplex128)) {
+    lazy = truth(PyObject_CallMethodNoArgs(tensor, str_is_conj));
+  }
+  if (lazy < 0) return python_error(what);
+  if (lazy > 0) *layout = Layout::kNeedsStaging;
+  if (view->data == nullptr && view->n_elems > 0) {
+    return Status::error(Code::kType, format("%s has no memory (a meta or fake tensor?)", what));
+  }
+  const int needs_grad = truth(PyObject_GetAttr(tensor, str_requires_grad));
+  if (needs_grad < 0) return python_error(what);
+  if (needs_grad > 0) {
+    const int recording = truth(PyObject_CallNoArgs(is_grad_enabled));
+    if (recording < 0) return python_error(what);
+    if (recording > 0) {
+      return Status::error(
+          Code::kValue,
+          format("%s requires grad, and autograd would not see this call%s: use torch.no_grad() or .detach()",
+                 what, written ? " change it" : ""));
+    }
+  }
+  return Status();
+}
+
+Status view_tensors(PyObject* object, const char* what, bool written, Buffer* buffer, DType* dtype,
+                    Layout* layout) {
+  TensorView view;
+  if (!PyList_CheckExact(object) && !PyTuple_CheckExact(object)) {
+    PYCOMM_RETURN_IF_ERROR(view_tensor(object, what, written, &view, layout));
+    *buffer = Buffer(view.data, view.n_elems);
+    *dtype = view.dtype;
+    return Status();
+  }
+  const Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
+  if (n == 0) return Status::error(Code::kValue, format("%s is an empty list", what));
+  std::vector<Segment> segments;
+  segments.reserve(static_cast<size_t>(n));
+  *layout = Layout::kPlain;
+  for (Py_ssize_t i = 0; i < n; i++) {
+    Layout one;
+    PYCOMM_RETURN_IF_ERROR(view_tensor(PySequence_Fast_GET_ITEM(object, i), what, written, &view, &one)
+                               .within(format("element %zd", i)));
+    if (one == Layout::kNeedsStaging) *layout = one;
+    if (i == 0) *dtype = view.dtype;
+    if (view.dtype != *dtype) {
+      return Status::error(Code::kType,
+                           format("%s: element %zd is %s, element 0 is %s; one call takes one dtype", what, i,
+                                  dtype_name(view.dtype), dtype_name(*dtype)));
+    }
+    segments.push_back({static_cast<std::byte*>(view.data), view.n_elems});
+  }
+  *buffer = Buffer(std::move(segments), dtype_size(*dtype));
+  return Status();
+}
+
+PyObject* make_tensor(void* data, const int64_t* shape, int ndim, DType dtype, void* context,
+                      void (*deleter)(void*)) {
+  struct Managed {
+    dlpack::ManagedTensorVersioned tensor{};
+    std::vector<int64_t> shape, strides;
+    void* context = nullptr;
+    void (*deleter)(void*) = nullptr;
+  };
+  auto* m = new Managed;
+  m->shape.assign(shape, shape + ndim);
+  m->strides.assign(static_cast<size_t>(ndim), 1);
+  for (int i = ndim - 2; i >= 0; i--) {
+    const auto next = static_cast<size_t>(i) + 1;
+    m->strides[next - 1] = m->strides[next] * std::max<int64_t>(1, m->shape[next]);
+  }
+  m->context = context;
+  m->deleter = deleter;
+  m->tensor.version = {1, 0};
+  m->tensor.manager_ctx = m;
+  m->tensor.deleter = [](dlpack::ManagedTensorVersioned* t) {
+    auto* self = static_cast<Managed*>(t->manager_ctx);
+    self->deleter(self->context);
+    delete self;
+  };
+  m->tensor.dl_tensor = {data, {dlpack::kCpu, 0}, ndim, dlpack_of(dtype), m->shape.data(), m->strides.data(),
+                         0};
+  if (api != nullptr) {
+    void* out = nullptr;
+    if (api->managed_tensor_to_py_object_no_sync(&m->tensor, &out) != 0) {
+      if (PyErr_Occurred() == nullptr)
+        PyErr_SetString(PyExc_RuntimeError, "torch could not make a tensor of arena memory");
+      return nullptr;
+    }
+    return static_cast<PyObject*>(out);
+  }
+  return PyCapsule_New(&m->tensor, "dltensor_versioned", nullptr);
+}
+
+}  // namespace pycomm

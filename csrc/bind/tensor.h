@@ -1,0 +1,41 @@
+// Tensors at the border: what a torch.Tensor is to the engine, or why it cannot be one.
+//
+// `setup` is called once by the package with torch's classes and, where torch has it, the exchange API. Only
+// torch.Tensor and torch.nn.Parameter are taken: a subclass may mean something else by its memory.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+
+#include "base/dtype.h"
+#include "base/status.h"
+#include "engine/call.h"
+
+namespace pycomm {
+
+struct TensorView {
+  void* data;
+  uint64_t n_elems;
+  DType dtype;
+};
+
+enum class Layout : uint8_t { kPlain, kNeedsStaging };
+
+void bind_tensor_setup(PyObject* tensor_type, PyObject* parameter_type, PyObject* exchange_api,
+                       PyObject* grad_enabled);
+
+// Fails with kType or kValue, naming `what` ("tensor", "output", …). Sets *layout to kNeedsStaging (and
+// leaves the view alone) when the tensor is not contiguous, or is lazily conjugated or negated. `written`
+// tensors must not need autograd while it is recording. With a Python error set, the code is kInterrupt.
+Status view_tensor(PyObject* tensor, const char* what, bool written, TensorView* view, Layout* layout);
+
+// A tensor, or a list or tuple of tensors of one dtype.
+Status view_tensors(PyObject* object, const char* what, bool written, Buffer* buffer, DType* dtype,
+                    Layout* layout);
+
+// A new tensor over memory that `deleter(context)` frees with the tensor's storage; null with a Python error.
+PyObject* make_tensor(void* data, const int64_t* shape, int ndim, DType dtype, void* context,
+                      void (*deleter)(void*));
+
+}  // namespace pycomm

@@ -1,0 +1,263 @@
+#include "engine/communicator.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+#include "engine/convert.h"
+#include "engine/p2p.h"
+#include "schedule/catalog.h"
+
+namespace pycomm {
+
+// ---- Work ----------------------------------------------------------------------------------------------
+
+void Work::finish(Status status) {
+  {
+    std::lock_guard lock(mutex_);
+    if (done_.load(std::memory_order_relaxed)) return;
+    status_ = std::move(status);
+    done_.store(true, std::memory_order_release);
+  }
+  cv_.notify_all();
+}
+
+Status Work::result() const {
+  std::lock_guard lock(mutex_);
+  return status_.clone();
+}
+
+Status Work::wait(double timeout_s, CallerHooks* hooks, bool* finished) {
+  *finished = true;
+  if (done()) return result();
+  if (hooks != nullptr) hooks->before_block();
+  const double end = timeout_s < 0 ? INFINITY : monotonic_s() + timeout_s;
+  std::unique_lock lock(mutex_);
+  while (!done()) {
+    const double left = end - monotonic_s();
+    if (left <= 0) {
+      *finished = false;
+      return Status();
+    }
+    cv_.wait_for(lock, std::chrono::duration<double>(std::min(left, 0.001 * kSliceMs)));
+    if (hooks == nullptr || done()) continue;
+    lock.unlock();
+    PYCOMM_RETURN_IF_ERROR(hooks->poll());
+    lock.lock();
+  }
+  return status_.clone();
+}
+
+// ---- Communicator --------------------------------------------------------------------------------------
+
+Status Communicator::create(std::shared_ptr<Node> node, std::vector<int> node_ranks, int rank,
+                            double timeout_s, const std::vector<uint64_t>& controls,
+                            std::unique_ptr<Communicator>* out) {
+  std::unique_ptr<Communicator> c(new Communicator);
+  const int size = static_cast<int>(node_ranks.size());
+  c->group_ = std::make_unique<Group>(std::move(node), std::move(node_ranks), rank, timeout_s, controls);
+  c->engine_ = std::make_unique<Engine>(*c->group_);
+  c->p2p_ = std::make_unique<PointToPoint>(*c->group_);
+  c->selector_ = Selector(size);
+  *out = std::move(c);
+  return Status();
+}
+
+Communicator::~Communicator() { close(); }
+
+Status Communicator::check_usable() const {
+  if (group_->node()->forked()) {
+    return Status::error(
+        Code::kClosed,
+        "this communicator belongs to the parent of this forked process; a child (a DataLoader worker, for "
+        "example) makes its own with pycomm.init(), or does without");
+  }
+  if (closed()) return Status::error(Code::kClosed, "the communicator is closed");
+  if (group_->failed()) [[unlikely]]
+    return group_->failure();
+  return Status();
+}
+
+Status Communicator::prepare(Request* request, const char* algorithm) {
+  Call& call = request->call;
+  Signature& sig = call.sig;
+  const bool reduces = sig.kind == CallKind::kAllReduce || sig.kind == CallKind::kReduceScatter ||
+                       sig.kind == CallKind::kReduce;
+  if (reduces && find_reduce(sig.dtype, sig.op) == nullptr) {
+    return Status::error(
+        Code::kValue, format("%s: op '%s' is not defined for %s; defined are %s", call_kind_name(sig.kind),
+                             reduce_op_name(sig.op), dtype_name(sig.dtype), defined_ops(sig.dtype).c_str()));
+  }
+  if (sig.root < 0 || sig.root >= size()) {
+    return Status::error(Code::kValue, format("%s: root %d is not a rank of this communicator of %d",
+                                              call_kind_name(sig.kind), sig.root, size()));
+  }
+  sig.algorithm = 255;
+  uint64_t counts_hash = 0;
+  for (uint64_t c : request->counts) counts_hash = hash_mix(counts_hash, c);
+  if (sig.kind != CallKind::kAllToAll && sig.kind != CallKind::kBarrier) {
+    const Choice& choice = selector_.choose(sig.kind, sig.count * dtype_size(sig.dtype));
+    sig.algorithm = choice.algorithm;
+    call.direct_algorithm = choice.direct_algorithm;
+    call.tile_bytes = choice.tile_bytes;
+    if (algorithm != nullptr) {
+      PYCOMM_RETURN_IF_ERROR(algorithm_index(sig.kind, algorithm, &sig.algorithm));
+      call.direct_algorithm = sig.algorithm;
+    }
+    if (request->deterministic && reduces) {
+      for (uint8_t a : {sig.algorithm, call.direct_algorithm}) {
+        if (catalog()[a].deterministic) continue;
+        return Status::error(Code::kValue, format("%s: algorithm '%s' does not reduce in the deterministic "
+                                                  "order; with deterministic=True use one "
+                                                  "that does (pycomm schedule list shows them)",
+                                                  call_kind_name(sig.kind), catalog()[a].name));
+      }
+    }
+  }
+  sig.extra = hash_mix(counts_hash, static_cast<uint64_t>(call.tile_bytes) << 20 ^
+                                        static_cast<uint64_t>(call.direct_algorithm) << 8 ^
+                                        static_cast<uint64_t>(call.n_chunks) << 40 ^
+                                        (request->deterministic ? 1 : 0));
+  return Status();
+}
+
+Status Communicator::execute(Request& request, CallerHooks* hooks) {
+  const double timeout_s = request.timeout_s > 0 ? request.timeout_s : group_->timeout_s();
+  if (!request.refusal.empty()) return engine_->refuse(request.refusal, hooks, timeout_s);
+  Call& call = request.call;
+  call.counts = request.counts;
+  call.send_counts = request.send_counts;
+  call.recv_counts = request.recv_counts;
+  Converted converted;
+  PYCOMM_RETURN_IF_ERROR(converted.begin(*engine_, request.deterministic, &call));
+  PYCOMM_RETURN_IF_ERROR(engine_->run(call, hooks, timeout_s));
+  converted.end();
+  return Status();
+}
+
+Status Communicator::run(Request& request, CallerHooks* hooks) {
+  PYCOMM_RETURN_IF_ERROR(check_usable());
+  if (waiting_.load() == 0 && !busy_.exchange(true)) {
+    Status s = execute(request, hooks);
+    busy_.store(false);
+    if (waiting_.load() != 0) {
+      std::lock_guard lock(mutex_);
+      cv_.notify_all();
+    }
+    return s;
+  }
+  // Behind what is queued. The request stays ours: we wait for its end before we return.
+  auto work = std::make_shared<Work>();
+  {
+    std::lock_guard lock(mutex_);
+    queue_.push_back({std::unique_ptr<Request>(new Request(request)), work});
+    waiting_.fetch_add(1);
+    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+  }
+  cv_.notify_all();
+  bool finished;
+  Status s = work->wait(-1, hooks, &finished);
+  if (s.code() == Code::kInterrupt && !work->done()) {
+    abort("interrupted");
+    const Status ignored = work->wait(-1, nullptr, &finished);  // the tensors must outlive the call
+  }
+  return s;
+}
+
+std::shared_ptr<Work> Communicator::start(std::unique_ptr<Request> request) {
+  auto work = std::make_shared<Work>();
+  Status s = check_usable();
+  if (!s.ok()) {
+    work->finish(std::move(s));
+    return work;
+  }
+  {
+    std::lock_guard lock(mutex_);
+    queue_.push_back({std::move(request), work});
+    waiting_.fetch_add(1);
+    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+  }
+  cv_.notify_all();
+  return work;
+}
+
+void Communicator::serve() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    cv_.wait(lock, [this] { return stop_ || !queue_.empty(); });
+    if (queue_.empty()) return;
+    while (busy_.exchange(true)) cv_.wait(lock);
+    Job job = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    Status s = execute(*job.request, nullptr);
+    busy_.store(false);
+    // Only now: a caller that sees no waiting jobs may run inline.
+    waiting_.fetch_sub(1);
+    job.work->finish(std::move(s));
+    lock.lock();
+  }
+}
+
+Status Communicator::split(int64_t color, int64_t key, CallerHooks* hooks,
+                           std::unique_ptr<Communicator>* out) {
+  out->reset();
+  uint64_t offset = 0;
+  PYCOMM_RETURN_IF_ERROR(check_usable());
+  PYCOMM_RETURN_IF_ERROR(allocate_control(*group_->node(), &offset));
+  const int64_t mine[3] = {color, key, static_cast<int64_t>(offset)};
+  std::vector<int64_t> all(3 * static_cast<size_t>(size()));
+  Request request;
+  request.call.sig.kind = CallKind::kAllGather;
+  request.call.sig.dtype = DType::kInt64;
+  request.call.sig.count = all.size();
+  request.counts.assign(static_cast<size_t>(size()), 3);
+  request.call.in = Buffer(const_cast<int64_t*>(mine), 3);
+  request.call.out = Buffer(all.data(), all.size());
+  PYCOMM_RETURN_IF_ERROR(prepare(&request, nullptr));
+  PYCOMM_RETURN_IF_ERROR(run(request, hooks));
+  if (color < 0) {
+    group_->node()->arena()->release(offset);
+    return Status();
+  }
+  std::vector<int> members;
+  for (int q = 0; q < size(); q++) {
+    if (all[3 * static_cast<size_t>(q)] == color) members.push_back(q);
+  }
+  std::stable_sort(members.begin(), members.end(), [&](int a, int b) {
+    return all[3 * static_cast<size_t>(a) + 1] < all[3 * static_cast<size_t>(b) + 1];
+  });
+  std::vector<int> node_ranks;
+  std::vector<uint64_t> offsets;
+  int rank = 0;
+  for (size_t i = 0; i < members.size(); i++) {
+    if (members[i] == group_->rank()) rank = static_cast<int>(i);
+    node_ranks.push_back(group_->node_rank(members[i]));
+    offsets.push_back(static_cast<uint64_t>(all[3 * static_cast<size_t>(members[i]) + 2]));
+  }
+  return create(group_->node(), node_ranks, rank, group_->timeout_s(), offsets, out);
+}
+
+void Communicator::abort(const std::string& why) {
+  if (!group_->failed()) group_->abort(why);
+  // Sleepers look at the group's state every slice; waking them makes it sooner.
+  p2p_->stop();
+}
+
+void Communicator::close() {
+  if (closed_.exchange(true)) return;
+  if (group_->node()->forked()) {
+    if (thread_.joinable()) thread_.detach();  // it does not exist in this process
+    return;
+  }
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  cv_.notify_all();
+  if (thread_.joinable()) thread_.join();
+  p2p_->stop();
+  group_->leave();
+}
+
+}  // namespace pycomm

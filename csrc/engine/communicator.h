@@ -1,0 +1,102 @@
+// A communicator: the ranks that call collectives together, and the order of this rank's calls.
+//
+// Collectives run in program order. A synchronous call on an idle communicator runs on the caller's thread;
+// otherwise, and for asynchronous calls, a progress thread runs the queue. Every method may be called from
+// any thread; two threads that call collectives at once are served one after the other (their order across
+// ranks is the callers' affair). Point-to-point transfers have a life of their own (engine/p2p.h).
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "engine/engine.h"
+#include "engine/select.h"
+
+namespace pycomm {
+
+class PointToPoint;
+
+// The outcome of an asynchronous call.
+class Work {
+ public:
+  void finish(Status status);
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  // Waits at most timeout_s (negative: for ever); false when the time is over. `hooks` as in Engine::run.
+  Status wait(double timeout_s, CallerHooks* hooks, bool* finished);
+  Status result() const;
+  int source = -1;  // recv: who sent
+
+ private:
+  std::atomic<bool> done_{false};
+  mutable std::mutex mutex_;
+  std::condition_variable cv_;
+  Status status_;
+};
+
+struct Request {
+  Call call;
+  // call.counts, send_counts and recv_counts point here when the request outlives its caller's arguments.
+  std::vector<uint64_t> counts, send_counts, recv_counts;
+  bool deterministic = false;
+  std::string refusal;   // not empty: refuse, instead of calling
+  double timeout_s = 0;  // 0: the communicator's
+};
+
+class Communicator {
+ public:
+  // `controls`: the offset of every rank's control block. The ranks of a fresh node use offset 0.
+  static Status create(std::shared_ptr<Node> node, std::vector<int> node_ranks, int rank, double timeout_s,
+                       const std::vector<uint64_t>& controls, std::unique_ptr<Communicator>* out);
+  ~Communicator();
+
+  int rank() const { return group_->rank(); }
+  int size() const { return group_->size(); }
+  Group& group() { return *group_; }
+  Selector& selector() { return selector_; }
+  PointToPoint& p2p() { return *p2p_; }
+
+  // Fills in algorithm, tile size and hash; kValue or kType when the request cannot be served.
+  Status prepare(Request* request, const char* algorithm);
+  Status run(Request& request, CallerHooks* hooks);
+  std::shared_ptr<Work> start(std::unique_ptr<Request> request);
+
+  // Collective over this communicator. Negative color: this rank gets no child (null).
+  Status split(int64_t color, int64_t key, CallerHooks* hooks, std::unique_ptr<Communicator>* out);
+  void abort(const std::string& why);
+  // Waits for what is queued (bounded by the timeout), then leaves. Idempotent.
+  void close();
+  // Fails when closed, failed, or inherited by a forked child.
+  Status check_usable() const;
+  bool closed() const { return closed_.load(std::memory_order_acquire); }
+
+ private:
+  struct Job {
+    std::unique_ptr<Request> request;
+    std::shared_ptr<Work> work;
+  };
+  Communicator() = default;
+  Status execute(Request& request, CallerHooks* hooks);
+  void serve();
+
+  std::unique_ptr<Group> group_;
+  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<PointToPoint> p2p_;
+  Selector selector_;
+  std::atomic<bool> closed_{false};
+
+  // Whoever sets busy_ runs the engine. waiting_ counts queued jobs; both are sequentially consistent, so an
+  // inline call that ends either sees the queued job or is seen by the progress thread.
+  std::atomic<bool> busy_{false};
+  std::atomic<int> waiting_{0};
+  std::mutex mutex_;
+  std::condition_variable cv_;
+  std::deque<Job> queue_;
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+}  // namespace pycomm

@@ -1,0 +1,79 @@
+// What a rank shows its peers of one communicator: a block in its arena, at the same layout everywhere.
+//
+// A call has a number, and a tile a number within its call; `position` packs both in 32 bits (call << 16 |
+// tile), compared with wrap-around. A rank enters a position by writing the *head* of a slot, taken in turn:
+// one cache line that holds position and signature hash in one word (so agreement costs nothing extra), the
+// signature, and either up to 32 bytes of data or the addresses of the tensors. The slot's *stage* follows
+// the head: small data beside their flag. `progress` counts posts (engine/plan.h) since the communicator was
+// made. `state` tells whether the rank has left or failed, and `failure` what it saw. A refused call leaves
+// its reason in the stage.
+//
+// A slot may be written again once all peers have entered a later position than the one after which they are
+// done with it (Engine::slot_free_).
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "transport/futex.h"
+
+namespace pycomm {
+
+inline constexpr int kSlots = 4;
+inline constexpr size_t kTinyBytes = 32;
+inline constexpr size_t kStageBytes = size_t{512} << 10;
+inline constexpr uint32_t kMaxTiles = 1u << 15;
+inline constexpr uint64_t kNoAddress = ~uint64_t{0};
+
+struct alignas(64) Head {
+  std::atomic<uint64_t> word;  // position << 32 | hash
+  uint64_t signature;
+  uint64_t count;
+  uint32_t extra;
+  uint32_t pad;
+  union {
+    char tiny[kTinyBytes];
+    struct {
+      uint64_t in, out;  // arena offsets, kNoAddress when the tensor is not in the arena
+      uint64_t detail;   // InPlace; all_to_all: the largest block this rank sends or receives
+    } address;
+  };
+};
+static_assert(sizeof(Head) == 64);
+
+// The pad keeps the slots from sharing a cache set.
+struct alignas(64) Slot {
+  Head head;
+  std::byte stage[kStageBytes];
+  std::byte pad[128];
+};
+
+enum class InPlace : uint64_t { kNo, kYes, kEither };
+
+enum class RankState : uint64_t { kActive, kLeft, kFailed };
+
+struct Control {
+  Flag sleepers;  // how many peers sleep on a flag of ours
+  Flag progress;
+  Flag state;  // RankState
+  char failure[1024];
+  Flag bell;  // point-to-point (engine/p2p.h): rung by peers; its own sleepers
+  Flag bell_sleepers;
+  Flag pipes;  // offset of our pipes, 0 before the first send
+  alignas(4096) Slot slots[kSlots];
+};
+
+inline constexpr size_t kControlBytes = sizeof(Control) + alignof(Control);
+// The control block in the allocation at `offset`. Mappings are page-aligned everywhere, so this is the same
+// place for every process.
+inline Control* control_at(std::byte* base, uint64_t offset) {
+  return reinterpret_cast<Control*>(base +
+                                    (offset + alignof(Control) - 1) / alignof(Control) * alignof(Control));
+}
+
+constexpr uint32_t position(uint32_t call, uint32_t tile) { return call << 16 | tile; }
+// Is `a` at or behind `b`?
+constexpr bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
+
+}  // namespace pycomm

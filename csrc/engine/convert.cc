@@ -1,0 +1,67 @@
+#include "engine/convert.h"
+
+#include <algorithm>
+
+#include "kernels/cast.h"
+#include "kernels/reduce.h"
+
+namespace pycomm {
+
+namespace {
+// Calls fn(address, element index, run length) for each contiguous piece.
+template <class Fn>
+void for_each_piece(const Buffer& b, size_t elem_size, Fn fn) {
+  for (uint64_t at = 0; at < b.n_elems();) {
+    uint64_t run;
+    std::byte* p = b.locate(at, elem_size, &run);
+    run = std::min(run, b.n_elems() - at);
+    fn(p, at, run);
+    at += run;
+  }
+}
+}  // namespace
+
+Status Converted::begin(Engine& engine, bool deterministic, Call* call) {
+  const DType dtype = call->sig.dtype;
+  const size_t size = dtype_size(dtype);
+  const bool reduces = call->sig.kind == CallKind::kAllReduce || call->sig.kind == CallKind::kReduceScatter ||
+                       call->sig.kind == CallKind::kReduce;
+  if (!reduces) return Status();
+  if (call->sig.op == ReduceOp::kPremulSum) {
+    in_.resize(call->in.n_elems() * size);
+    const ReduceFn premul = find_reduce(dtype, ReduceOp::kPremulSum);
+    for_each_piece(call->in, size, [&](std::byte* p, uint64_t at, uint64_t run) {
+      void* dst = in_.data() + at * size;
+      const void* src = p;
+      premul(&dst, 1, &src, 1, run, call->scalar);
+    });
+    call->in = Buffer(in_.data(), call->in.n_elems());
+  }
+  if (!deterministic || !is_low_precision(dtype)) return Status();
+  bool complete = true;
+  PYCOMM_RETURN_IF_ERROR(engine.reduces_at_once(*call, &complete));
+  if (complete) return Status();
+  std::vector<std::byte> wide(call->in.n_elems() * sizeof(float));
+  for_each_piece(call->in, size, [&](std::byte* p, uint64_t at, uint64_t run) {
+    cast(DType::kFloat32, wide.data() + at * sizeof(float), dtype, p, run, 1.0f);
+  });
+  in_ = std::move(wide);
+  out_.resize(call->out.n_elems() * sizeof(float));
+  call_ = call;
+  user_out_ = call->out;
+  user_dtype_ = dtype;
+  call->in = Buffer(in_.data(), call->in.n_elems());
+  call->out = Buffer(out_.data(), call->out.n_elems());
+  call->sig.dtype = DType::kFloat32;
+  float32_ = true;
+  return Status();
+}
+
+void Converted::end() {
+  if (!float32_) return;
+  for_each_piece(user_out_, dtype_size(user_dtype_), [&](std::byte* p, uint64_t at, uint64_t run) {
+    cast(user_dtype_, p, DType::kFloat32, out_.data() + at * sizeof(float), run, 1.0f);
+  });
+}
+
+}  // namespace pycomm

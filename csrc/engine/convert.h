@@ -1,0 +1,30 @@
+// What some calls need around the engine: a copy of the input that is scaled, or held in float32.
+//
+//   premul_sum             the input times the rank's own factor, then a plain sum
+//   deterministic, and     fp16, bf16 and fp8 would be rounded at every hop; the contract (docs/numerics.md)
+//   is an algorithm of        the canonical tree in float32, rounded once: the whole call runs in float32
+//   several hops
+#pragma once
+
+#include <vector>
+
+#include "engine/engine.h"
+
+namespace pycomm {
+
+class Converted {
+ public:
+  // Redirects the call to converted buffers where it needs them.
+  Status begin(Engine& engine, bool deterministic, Call* call);
+  // After a successful call: brings the result back to the tensors that the caller gave.
+  void end();
+
+ private:
+  Call* call_ = nullptr;
+  Buffer user_out_;
+  DType user_dtype_ = DType::kFloat32;
+  std::vector<std::byte> in_, out_;
+  bool float32_ = false;
+};
+
+}  // namespace pycomm

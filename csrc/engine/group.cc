@@ -1,0 +1,140 @@
+#include "engine/group.h"
+
+#include <time.h>
+
+#include <cstring>
+
+namespace pycomm {
+
+double monotonic_s() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+
+Status allocate_control(const Node& node, uint64_t* offset) {
+  PYCOMM_RETURN_IF_ERROR(node.arena()->allocate(kControlBytes, offset));
+  // The block may be recycled memory: the flags must start from zero, the stages need not.
+  Control* c = control_at(node.arena()->base(), *offset);
+  std::memset(static_cast<void*>(c), 0, offsetof(Control, slots));
+  for (Slot& s : c->slots) std::memset(static_cast<void*>(&s.head), 0, sizeof s.head);
+  return Status();
+}
+
+Group::Group(std::shared_ptr<Node> node, std::vector<int> node_ranks, int rank, double timeout_s,
+             const std::vector<uint64_t>& controls)
+    : node_(std::move(node)),
+      node_ranks_(std::move(node_ranks)),
+      rank_(rank),
+      timeout_s_(timeout_s),
+      policy_(WaitPolicy::choose(size())) {
+  for (int q = 0; q < size(); q++) {
+    bases_.push_back(node_->base(node_ranks_[q]));
+    controls_.push_back(control_at(bases_[q], controls[q]));
+  }
+}
+
+Group::~Group() {
+  if (node_ != nullptr && !node_->forked()) leave();
+  // The block itself stays allocated: peers may still look at its flags. It goes with the arena.
+}
+
+void Group::leave() {
+  uint64_t active = static_cast<uint64_t>(RankState::kActive);
+  own().state.word.compare_exchange_strong(active, static_cast<uint64_t>(RankState::kLeft));
+}
+
+void Group::fail(const Status& status) {
+  std::lock_guard lock(failure_mutex_);
+  if (!failure_.ok()) return;
+  failure_ = status.clone();
+  const std::string& text = status.message();
+  own().failure[0] = static_cast<char>(status.code());
+  std::strncpy(own().failure + 1, text.c_str(), sizeof(own().failure) - 2);
+  own().state.word.store(static_cast<uint64_t>(RankState::kFailed), std::memory_order_release);
+  failed_.store(true, std::memory_order_release);
+}
+
+void Group::abort(const std::string& why) { fail(Status::error(Code::kClosed, why)); }
+
+Status Group::failure() const {
+  std::lock_guard lock(failure_mutex_);
+  return failure_.clone();
+}
+
+std::string Group::describe(int q) const {
+  const int r = node_rank(q);
+  std::string s = format("rank %d", q);
+  if (node_->pid(r) > 0)
+    s += format(" (pid %lld, %s)", static_cast<long long>(node_->pid(r)), node_->process_state(r));
+  return s;
+}
+
+std::string Group::last_call(int q) const {
+  const Control& c = control(q);
+  const Head* latest = &c.slots[0].head;
+  uint32_t at = static_cast<uint32_t>(latest->word.load(std::memory_order_acquire) >> 32);
+  for (const Slot& s : c.slots) {
+    const auto p = static_cast<uint32_t>(s.head.word.load(std::memory_order_acquire) >> 32);
+    if (reached(p, at)) {
+      at = p;
+      latest = &s.head;
+    }
+  }
+  if (at == 0) return "no collective yet";
+  return Signature::unpack(latest->signature, latest->count, latest->extra).text() + format(" #%u", at >> 16);
+}
+
+void Waiting::before_block() {
+  if (hooks_ != nullptr) hooks_->before_block();
+  if (started_s_ == 0) started_s_ = monotonic_s();
+}
+
+Status Waiting::check(int peer) {
+  if (group_.failed()) return group_.failure();
+  if (hooks_ != nullptr) PYCOMM_RETURN_IF_ERROR(hooks_->poll());
+  const std::string here = format("%s #%u", what_, call_ & 0xffff);
+  for (int q = 0; q < group_.size(); q++) {
+    const Control& c = group_.control(q);
+    if (q == group_.rank() ||
+        c.state.word.load(std::memory_order_acquire) != static_cast<uint64_t>(RankState::kFailed))
+      continue;
+    return Status::error(static_cast<Code>(c.failure[0]), format("%s: %s failed: %s", here.c_str(),
+                                                                 group_.describe(q).c_str(), c.failure + 1));
+  }
+  PYCOMM_RETURN_IF_ERROR(check_alive(peer, here));
+  const double waited = monotonic_s() - started_s_;
+  if (waited > timeout_s_) {
+    return Status::error(
+        Code::kTimeout,
+        format("%s: waited %.1f s for %s; its last collective was %s (timeout %.1f s; is it slow, "
+               "stopped, or did it skip this call?)",
+               here.c_str(), waited, peer < 0 ? "any rank" : group_.describe(peer).c_str(),
+               peer < 0 ? "unknown" : group_.last_call(peer).c_str(), timeout_s_));
+  }
+  return Status();
+}
+
+// Whether a dead peer still matters is for whoever waits for it to say: it may have done its part and gone.
+Status Waiting::check_alive(int peer, const std::string& here) const {
+  const auto gone = [&](int q) -> const char* {
+    const bool left = group_.control(q).state.word.load(std::memory_order_acquire) ==
+                      static_cast<uint64_t>(RankState::kLeft);
+    if (left) return "closed its communicator";
+    return group_.node()->alive(group_.node_rank(q)) ? nullptr : "died";
+  };
+  if (peer < 0) {
+    // Any rank would do: hopeless only when none is left.
+    for (int q = 0; q < group_.size(); q++) {
+      if (q != group_.rank() && gone(q) == nullptr) return Status();
+    }
+    peer = group_.rank() == 0 ? group_.size() - 1 : 0;
+  }
+  const char* how = peer == group_.rank() ? nullptr : gone(peer);
+  if (how == nullptr) return Status();
+  return Status::error(Code::kPeerLost,
+                       format("%s: %s %s; its last collective was %s", here.c_str(),
+                              group_.describe(peer).c_str(), how, group_.last_call(peer).c_str()));
+}
+
+}  // namespace pycomm

@@ -1,0 +1,103 @@
+// The ranks of one communicator as seen from one of them: control blocks, waiting, and what went wrong.
+//
+// Ranks here are the communicator's; `node_rank` maps them to the node's. A Group is used by one thread at a
+// time, except `abort`, `fail` and `failure`, which any thread may call. Once failed, a group stays failed:
+// every later call returns the same status, and peers that wait see our state and fail too, naming the cause.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/call.h"
+#include "engine/control.h"
+#include "transport/node.h"
+
+namespace pycomm {
+
+// What the calling thread needs while it blocks (null on progress threads).
+class CallerHooks {
+ public:
+  virtual ~CallerHooks() = default;
+  virtual void before_block() = 0;  // may be called several times
+  virtual Status poll() = 0;        // Ctrl-C
+};
+
+// A control block in this rank's arena, its flags zero. A node's first block is one already.
+Status allocate_control(const Node& node, uint64_t* offset);
+
+class Group {
+ public:
+  // `controls`: the offset of every rank's control block in its arena (allocate_control).
+  Group(std::shared_ptr<Node> node, std::vector<int> node_ranks, int rank, double timeout_s,
+        const std::vector<uint64_t>& controls);
+  ~Group();
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(node_ranks_.size()); }
+  const std::shared_ptr<Node>& node() const { return node_; }
+  int node_rank(int q) const { return node_ranks_[q]; }
+  std::byte* arena_base(int q) const { return bases_[q]; }
+  Control& control(int q) const { return *controls_[q]; }
+  Control& own() const { return *controls_[rank_]; }
+  const WaitPolicy& policy() const { return policy_; }
+  void set_policy(WaitPolicy p) { policy_ = p; }
+  double timeout_s() const { return timeout_s_; }
+  void set_timeout_s(double s) { timeout_s_ = s; }
+
+  // Marks this rank as gone: peers that still need it get PeerLostError.
+  void leave();
+  void abort(const std::string& why);
+  // Records the first failure and shows it to the peers.
+  void fail(const Status& status);
+  Status failure() const;  // ok while usable
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
+
+  // "rank 3 (pid 811, sleeping)"
+  std::string describe(int q) const;
+  // What q entered last: "all_reduce/ring(…) #1042".
+  std::string last_call(int q) const;
+
+ private:
+  std::shared_ptr<Node> node_;
+  std::vector<int> node_ranks_;
+  int rank_ = 0;
+  double timeout_s_ = 300;
+  WaitPolicy policy_;
+  std::vector<Control*> controls_;
+  std::vector<std::byte*> bases_;
+  std::atomic<bool> failed_{false};
+  mutable std::mutex failure_mutex_;
+  Status failure_;
+};
+
+// A call that may have to wait: the deadline (from the first time it blocks), and all that ends a wait early.
+class Waiting final : public WaitClient {
+ public:
+  Waiting(Group& group, CallerHooks* hooks, double timeout_s, const char* what, uint32_t call)
+      : group_(group), hooks_(hooks), timeout_s_(timeout_s), what_(what), call_(call) {}
+  void before_block() override;
+  Status check(int peer) override;  // peer -1: any of them
+
+  // Waits until `word` of `peer` fulfils `ready`.
+  template <class Ready>
+  Status until(const std::atomic<uint64_t>& word, Half half, int peer, Ready ready) {
+    return wait(word, half, group_.control(peer).sleepers, ready, group_.policy(), *this, peer);
+  }
+
+ private:
+  Status check_alive(int peer, const std::string& here) const;
+
+  Group& group_;
+  CallerHooks* hooks_;
+  double timeout_s_;
+  const char* what_;
+  uint32_t call_;
+  double started_s_ = 0;
+};
+
+double monotonic_s();
+
+}  // namespace pycomm

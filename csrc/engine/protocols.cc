@@ -1,0 +1,224 @@
+// How a call is carried: eager, tiled or direct (engine/engine.h), and the two calls that need no plan.
+#include <cstring>
+
+#include "engine/run.h"
+
+namespace pycomm {
+
+namespace {
+uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
+}  // namespace
+
+Status Engine::run_tiles(Run& run) {
+  const Plan& plan = *run.plan;
+  const size_t n_scratch = 2 * plan.own.n_private * run.stride_bytes;
+  if (scratch_.size() < n_scratch) scratch_.resize(n_scratch);
+  const uint32_t lag_b = plan.n_stages == 2 ? 2 : 1;
+  const bool scale = run.complete != nullptr && !plan.fused_scale;
+  const auto n_instrs = static_cast<uint32_t>(plan.own.instrs.size());
+  for (uint32_t i = 0; i < run.n_tiles + lag_b; i++) {
+    if (i < run.n_tiles) PYCOMM_RETURN_IF_ERROR(stage_tile(run, i));
+    if (i >= 1 && i - 1 < run.n_tiles) {
+      const uint32_t t = i - 1;
+      if (t == 0 && run.first_tile > 0) PYCOMM_RETURN_IF_ERROR(await_heads(run, 0));
+      PYCOMM_RETURN_IF_ERROR(await_heads(run, run.first_tile + t));
+      PYCOMM_RETURN_IF_ERROR(run_instrs(run, t, 0, plan.second_stage));
+    }
+    if (i >= lag_b && i - lag_b < run.n_tiles) {
+      if (lag_b == 2) PYCOMM_RETURN_IF_ERROR(run_instrs(run, i - 2, plan.second_stage, n_instrs));
+      if (scale) scale_outputs(run, i - lag_b);
+    }
+  }
+  for (int q = 0; q < n_; q++) posts_before_[q] += static_cast<uint64_t>(run.n_tiles) * plan.n_posts[q];
+  return Status();
+}
+
+Status Engine::run_direct(Run& run) {
+  const Plan& plan = *run.plan;
+  run.slice = std::max<uint64_t>(run.parts.max_len, 1);
+  run.stride_bytes = round_up(run.slice * run.elem_size, 64);
+  const size_t n_scratch = 2 * plan.own.n_private * run.stride_bytes;
+  if (scratch_.size() < n_scratch) scratch_.resize(n_scratch);
+  PYCOMM_RETURN_IF_ERROR(run_instrs(run, 0, 0, static_cast<uint32_t>(plan.own.instrs.size())));
+  for (const Wait& w : plan.own.exit_waits) PYCOMM_RETURN_IF_ERROR(await_post(run, 0, w));
+  if (run.complete != nullptr && !plan.fused_scale) scale_outputs(run, 0);
+  for (int q = 0; q < n_; q++) posts_before_[q] += plan.n_posts[q];
+  return Status();
+}
+
+Status Engine::plan_for(const Call& call, uint8_t algorithm, PlanMode mode, const Plan** out) {
+  auto& slot = plans_[{algorithm, call.sig.root, call.n_chunks, static_cast<int>(mode)}];
+  if (slot == nullptr) {
+    PYCOMM_RETURN_IF_ERROR(
+        make_plan(catalog()[algorithm], rank_, n_, call.sig.root, call.n_chunks, mode, &slot));
+  }
+  *out = slot.get();
+  return Status();
+}
+
+// Opens a call above kEagerBytes: publishes where the tensors lie. A rank whose tensors are private knows at
+// once that the call is tiled; the others look at all heads, and all conclude alike.
+Status Engine::offer_direct(Run& run, bool* direct) {
+  const Call& call = run.call;
+  const Algorithm& algorithm = catalog()[call.direct_algorithm];
+  const Arena& arena = *group_.node()->arena();
+  bool has_in = false, has_out = false;
+  for (const ChunkPlace& c : run.plan->own.chunks) {
+    has_in = has_in || c.is_in;
+    has_out = has_out || c.is_out;
+  }
+  const auto offset = [&](bool needed, const Buffer& b, uint64_t origin) {
+    if (!needed) return uint64_t{0};
+    if (!b.single() || b.data() == nullptr || !arena.owns(b.data())) return kNoAddress;
+    return arena.offset_of(b.data()) - origin * run.elem_size;  // wraps; only sums are used
+  };
+  const uint32_t slot = slot_of(0);
+  PYCOMM_RETURN_IF_ERROR(free_slot(run, 0));
+  hold_slot(0, 3, run.last_position);
+  auto& mine = group_.own().slots[slot].head.address;
+  mine.in = offset(has_in, call.in, run.in_origin);
+  mine.out = offset(has_out, call.out, run.out_origin);
+  const bool same = has_in && has_out && mine.in == mine.out;
+  mine.detail = static_cast<uint64_t>(!has_in || !has_out ? InPlace::kEither
+                                      : same              ? InPlace::kYes
+                                                          : InPlace::kNo);
+  const bool offered = mine.in != kNoAddress && mine.out != kNoAddress;
+  post_head(run, 0, nullptr, 0);
+  *direct = false;
+  if (!offered) return Status();
+  PYCOMM_RETURN_IF_ERROR(await_heads(run, 0));
+  bool some_in_place = false, some_not = false;
+  run.addresses.resize(n_);
+  for (int q = 0; q < n_; q++) {
+    const auto& a = group_.control(q).slots[slot].head.address;
+    if (a.in == kNoAddress || a.out == kNoAddress) return Status();
+    some_in_place = some_in_place || a.detail == static_cast<uint64_t>(InPlace::kYes);
+    some_not = some_not || a.detail == static_cast<uint64_t>(InPlace::kNo);
+    run.addresses[q] = {group_.arena_base(q) + a.in, group_.arena_base(q) + a.out};
+  }
+  if ((some_in_place && some_not) || (some_in_place && !algorithm.in_place)) return Status();
+  const Plan* plan = nullptr;
+  PYCOMM_RETURN_IF_ERROR(plan_for(call, call.direct_algorithm,
+                                  some_in_place ? PlanMode::kDirectInPlace : PlanMode::kDirect, &plan));
+  if (!plan->direct_ok) return Status();
+  run.last_position = 0;
+  hold_slot(0, 1, 0);
+  run.plan = plan;
+  run.parts = Partition(call.sig.count, plan->n_parts, run.elem_size, call.counts);
+  *direct = true;
+  return Status();
+}
+
+Status Engine::reduces_at_once(const Call& call, bool* out) {
+  const Plan* plan = nullptr;
+  PYCOMM_RETURN_IF_ERROR(plan_for(call, call.sig.algorithm, PlanMode::kTiled, &plan));
+  *out = plan->fused_scale;
+  return Status();
+}
+
+Status Engine::run_collective(Run& run) {
+  const Call& call = run.call;
+  const Plan& plan = *run.plan;
+  const ReduceOp op = call.sig.op == ReduceOp::kPremulSum ? ReduceOp::kSum : call.sig.op;
+  if (call.sig.kind == CallKind::kAllReduce || call.sig.kind == CallKind::kReduce ||
+      call.sig.kind == CallKind::kReduceScatter) {
+    run.reduce = find_reduce(call.sig.dtype, op == ReduceOp::kAvg ? ReduceOp::kSum : op);
+    if (op == ReduceOp::kAvg && n_ > 1) run.complete = find_reduce(call.sig.dtype, ReduceOp::kAvg);
+  }
+  // A tensor that holds only part of the vector begins at its own part.
+  const auto origin = [&](bool in) {
+    uint64_t at = call.sig.count;
+    for (const ChunkPlace& c : plan.own.chunks) {
+      if (in ? c.is_in : c.is_out) at = std::min(at, run.parts.start(c.part));
+    }
+    return at;
+  };
+  run.in_origin = origin(true);
+  run.out_origin = origin(false);
+
+  const uint64_t room = std::min(call.tile_bytes, kStageBytes) / plan.max_exposed / 64 * 64 / run.elem_size;
+  run.slice = std::max<uint64_t>(1, std::min<uint64_t>(run.parts.max_len, std::max<uint64_t>(room, 1)));
+  uint64_t n_tiles = std::max<uint64_t>(1, (run.parts.max_len + run.slice - 1) / run.slice);
+  const bool eager = n_tiles == 1 && call.sig.count * run.elem_size <= kEagerBytes;
+  if (n_tiles >= kMaxTiles) {
+    run.slice = std::max<uint64_t>(1, kStageBytes / plan.max_exposed / 64 * 64 / run.elem_size);
+    n_tiles = (run.parts.max_len + run.slice - 1) / run.slice;
+    if (n_tiles >= kMaxTiles) {
+      return Status::error(Code::kValue, format("%s of %llu elements is too large for one call; split it",
+                                                call_kind_name(call.sig.kind),
+                                                static_cast<unsigned long long>(call.sig.count)));
+    }
+  }
+  run.n_tiles = static_cast<uint32_t>(n_tiles);
+  run.stride_bytes = round_up(run.slice * run.elem_size, 64);
+  run.tiny = eager && plan.max_exposed == 1 && run.slice * run.elem_size <= kTinyBytes;
+  run.first_tile = eager ? 0 : 1;
+  run.last_position = run.first_tile + run.n_tiles - 1;
+  if (!eager) {
+    bool direct = false;
+    PYCOMM_RETURN_IF_ERROR(offer_direct(run, &direct));
+    if (direct) return run_direct(run);
+  }
+  return run_tiles(run);
+}
+
+Status Engine::run_barrier(Run& run) {
+  PYCOMM_RETURN_IF_ERROR(free_slot(run, 0));
+  hold_slot(0, 1, 0);
+  post_head(run, 0, nullptr, 0);
+  return await_heads(run, 0);
+}
+
+Status Engine::run(const Call& call, CallerHooks* hooks, double timeout_s) {
+  if (group_.failed()) return group_.failure();
+  const Plan* plan = nullptr;
+  const bool planned = call.sig.kind != CallKind::kAllToAll && call.sig.kind != CallKind::kBarrier;
+  if (planned) PYCOMM_RETURN_IF_ERROR(plan_for(call, call.sig.algorithm, PlanMode::kTiled, &plan));
+  call_++;
+  Run run(call, group_, hooks, timeout_s, call_, planned ? plan->n_parts : 1);
+  run.plan = plan;
+  Status s = planned                               ? run_collective(run)
+             : call.sig.kind == CallKind::kBarrier ? run_barrier(run)
+                                                   : run_all_to_all(run);
+  if (s.ok()) {
+    base_ += run.last_position + 1;
+    return s;
+  }
+  if (s.code() == Code::kRefused || s.code() == Code::kValue) {
+    // Nothing of this call will be read, and every rank counts one position for it.
+    for (Until& u : slot_free_) {
+      if (reached(u.position, position(call_ & 0xffff, 1)))
+        u = {position((call_ + 1) & 0xffff, 0), slot_of(1)};
+    }
+    base_++;
+    return s;
+  }
+  const bool interrupted = s.code() == Code::kInterrupt;
+  group_.fail(interrupted ? Status::error(Code::kClosed, format("%s #%u was interrupted (Ctrl-C)",
+                                                                call_kind_name(call.sig.kind), call_))
+                          : s.clone());
+  return s;
+}
+
+Status Engine::refuse(const std::string& why, CallerHooks* hooks, double timeout_s) {
+  if (group_.failed()) return group_.failure();
+  Call call;
+  call.sig.kind = CallKind::kRefused;
+  call_++;
+  Run run(call, group_, hooks, timeout_s, call_, 1);
+  Status s = free_slot(run, 0);
+  if (!s.ok()) {
+    group_.fail(s);
+    return s;
+  }
+  hold_slot(0, 1, 0);
+  char* text = reinterpret_cast<char*>(group_.own().slots[slot_of(0)].stage);
+  const size_t n = std::min<size_t>(why.size(), 1000);
+  std::memcpy(text, why.data(), n);
+  text[n] = 0;
+  post_head(run, 0, nullptr, 0);
+  base_++;
+  return Status();
+}
+
+}  // namespace pycomm

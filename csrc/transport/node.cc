@@ -1,0 +1,266 @@
+#include "transport/node.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+#include <set>
+
+#include "transport/unix_socket.h"
+
+namespace pycomm {
+
+namespace {
+struct Hello {
+  char magic[8];
+  uint32_t version;
+  int32_t rank;
+  int32_t size;
+  uint32_t reply;
+  uint64_t reserved;
+};
+constexpr char kMagic[8] = {'p', 'y', 'c', 'o', 'm', 'm', 0, 1};
+constexpr uint32_t kVersion = 1;
+
+double now_s() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+
+std::atomic<uint64_t> fork_generation{0};
+std::mutex nodes_mutex;
+std::set<Node*>& live_nodes() {
+  static auto* nodes = new std::set<Node*>;
+  return *nodes;
+}
+
+// A child that kept our sockets open would hide our death from the peers.
+void close_in_child() {
+  fork_generation.fetch_add(1, std::memory_order_relaxed);
+  for (Node* n : live_nodes()) n->close_descriptors();
+  nodes_mutex.unlock();
+}
+
+void register_node(Node* node) {
+  static std::once_flag once;
+  std::call_once(
+      once, [] { pthread_atfork([] { nodes_mutex.lock(); }, [] { nodes_mutex.unlock(); }, close_in_child); });
+  std::lock_guard lock(nodes_mutex);
+  live_nodes().insert(node);
+}
+
+void close_fd(int* fd) {
+  if (*fd >= 0) ::close(*fd);
+  *fd = -1;
+}
+}  // namespace
+
+uint64_t Node::current_fork_generation() { return fork_generation.load(std::memory_order_relaxed); }
+
+Status make_run_folder(const std::string& folder) {
+  if (mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST)
+    return Status::from_errno("mkdir " + folder, errno);
+  struct stat st;
+  if (lstat(folder.c_str(), &st) != 0) return Status::from_errno("stat " + folder, errno);
+  if (!S_ISDIR(st.st_mode) || st.st_uid != geteuid() || (st.st_mode & 077) != 0) {
+    return Status::error(Code::kSystem, folder +
+                                            " must be a folder of this user with mode 0700; remove it or set "
+                                            "PYCOMM_RUN_DIR to another place");
+  }
+  return Status();
+}
+
+Status Node::join(const std::string& folder, int rank, int size, size_t first_block, double timeout_s,
+                  Status (*poll)(), std::shared_ptr<Node>* out) {
+  std::shared_ptr<Node> node(new Node);
+  node->rank_ = rank;
+  node->size_ = size;
+  node->fork_generation_ = current_fork_generation();
+  node->peers_.resize(size);
+  PYCOMM_RETURN_IF_ERROR(Arena::create(&node->arena_));
+  uint64_t at = 0;
+  PYCOMM_RETURN_IF_ERROR(node->arena_->allocate(first_block, &at));  // of a fresh file: offset 0
+  node->peers_[rank].base = node->arena_->base();
+  node->peers_[rank].pid = getpid();
+  register_node(node.get());
+  if (size > 1) {
+    PYCOMM_RETURN_IF_ERROR(make_run_folder(folder));
+    const std::string own = folder + "/" + std::to_string(rank) + ".sock";
+    Status s = node->exchange(folder, timeout_s, poll);
+    unlink(own.c_str());
+    rmdir(folder.c_str());  // succeeds for the last one out
+    PYCOMM_RETURN_IF_ERROR(std::move(s));
+  }
+  *out = std::move(node);
+  return Status();
+}
+
+Status Node::greet(int socket, int* peer_rank, int* fd, size_t* reserved) const {
+  Hello hello;
+  size_t n = 0;
+  PYCOMM_RETURN_IF_ERROR(recv_with_fd(socket, &hello, sizeof hello, 0, &n, fd));
+  if (n == 0) return Status();
+  if (n != sizeof hello || std::memcmp(hello.magic, kMagic, sizeof kMagic) != 0 || *fd < 0) {
+    return Status::error(Code::kSystem, "a process that is not pycomm connected to the run folder");
+  }
+  if (hello.version != kVersion || hello.size != size_ || hello.rank < 0 || hello.rank >= size_ ||
+      hello.rank == rank_) {
+    return Status::error(
+        Code::kValue,
+        format("rank %d of %d (protocol %u) tried to join; this is rank %d of %d (protocol %u): "
+               "check RANK and WORLD_SIZE of every process",
+               hello.rank, hello.size, hello.version, rank_, size_, kVersion));
+  }
+  *peer_rank = hello.rank;
+  *reserved = hello.reserved;
+  return Status();
+}
+
+Status Node::adopt(int peer_rank, int socket, int fd, size_t reserved) {
+  Peer& p = peers_[peer_rank];
+  if (p.base != nullptr) {
+    ::close(fd);
+    return Status::error(Code::kValue,
+                         format("two processes joined as rank %d: check RANK of every process", peer_rank));
+  }
+  PYCOMM_RETURN_IF_ERROR(PeerArena::attach(fd, reserved, &p.arena));
+  p.base = p.arena->base();
+  p.socket = socket;
+  PYCOMM_RETURN_IF_ERROR(check_peer_user(socket, &p.pid));
+  if (p.pid > 0) p.pidfd = static_cast<int>(syscall(SYS_pidfd_open, p.pid, 0));
+  return Status();
+}
+
+// Every pair meets once: the higher rank connects and speaks first, the lower one answers.
+Status Node::exchange(const std::string& folder, double timeout_s, Status (*poll_fn)()) {
+  const double end = now_s() + timeout_s;
+  int listener = -1;
+  PYCOMM_RETURN_IF_ERROR(unix_listen(folder + "/" + std::to_string(rank_) + ".sock", size_, &listener));
+  struct Closer {
+    int* fd;
+    std::vector<int>* pending;
+    ~Closer() {
+      close_fd(fd);
+      for (int& s : *pending) close_fd(&s);
+    }
+  };
+  std::vector<int> out(rank_, -1);  // to lower ranks, until their answer came
+  std::vector<int> in;              // from higher ranks, until their hello came
+  Closer close_listener{&listener, &in};
+  Closer close_out{&listener, &out};
+  Hello hello{{}, kVersion, rank_, size_, 0, arena_->reserved()};
+  std::memcpy(hello.magic, kMagic, sizeof kMagic);
+  int joined = 1;
+  double last_poll = now_s();
+  while (joined < size_) {
+    for (int q = 0; q < rank_; q++) {
+      if (peers_[q].base != nullptr) continue;
+      if (out[q] < 0) {
+        PYCOMM_RETURN_IF_ERROR(unix_connect(folder + "/" + std::to_string(q) + ".sock", &out[q]));
+        if (out[q] < 0) continue;
+        PYCOMM_RETURN_IF_ERROR(send_with_fd(out[q], &hello, sizeof hello, arena_->fd()));
+      }
+      int peer = -1, fd = -1;
+      size_t reserved = 0;
+      PYCOMM_RETURN_IF_ERROR(greet(out[q], &peer, &fd, &reserved).within(format("joining rank %d", q)));
+      if (peer < 0) continue;
+      const int s = out[q];
+      out[q] = -1;
+      PYCOMM_RETURN_IF_ERROR(adopt(q, s, fd, reserved));
+      joined++;
+    }
+    int fresh = -1;
+    PYCOMM_RETURN_IF_ERROR(unix_accept(listener, 1, &fresh));
+    if (fresh >= 0) in.push_back(fresh);
+    for (int& s : in) {
+      int peer = -1, fd = -1;
+      size_t reserved = 0;
+      PYCOMM_RETURN_IF_ERROR(greet(s, &peer, &fd, &reserved));
+      if (peer < 0) continue;
+      PYCOMM_RETURN_IF_ERROR(send_with_fd(s, &hello, sizeof hello, arena_->fd()));
+      PYCOMM_RETURN_IF_ERROR(adopt(peer, s, fd, reserved));
+      s = -1;
+      joined++;
+    }
+    std::erase(in, -1);
+    const double t = now_s();
+    if (t - last_poll > 0.1) {
+      last_poll = t;
+      if (poll_fn != nullptr) PYCOMM_RETURN_IF_ERROR(poll_fn());
+    }
+    if (t > end && joined < size_) {
+      std::string missing;
+      for (int q = 0; q < size_; q++) {
+        if (peers_[q].base == nullptr) missing += (missing.empty() ? "" : ", ") + std::to_string(q);
+      }
+      return Status::error(Code::kTimeout,
+                           format("rank %d waited %.0f s in %s for rank(s) %s to join: were all %d processes "
+                                  "started, with the same run folder?",
+                                  rank_, timeout_s, folder.c_str(), missing.c_str(), size_));
+    }
+  }
+  return Status();
+}
+
+Node::~Node() {
+  {
+    std::lock_guard lock(nodes_mutex);
+    live_nodes().erase(this);
+  }
+  for (Peer& p : peers_) {
+    close_fd(&p.pidfd);
+    close_fd(&p.socket);
+  }
+}
+
+void Node::close_descriptors() {
+  for (Peer& p : peers_) {
+    close_fd(&p.pidfd);
+    close_fd(&p.socket);
+  }
+  arena_->close_descriptor();
+}
+
+bool Node::alive(int rank) const {
+  const Peer& p = peers_[rank];
+  if (rank == rank_) return true;
+  pollfd fd{p.pidfd >= 0 ? p.pidfd : p.socket, POLLIN, 0};
+  if (fd.fd < 0 || poll(&fd, 1, 0) <= 0) return true;
+  return p.pidfd < 0 && (fd.revents & (POLLHUP | POLLIN)) == 0;
+}
+
+const char* Node::process_state(int rank) const {
+  if (!alive(rank)) return "dead";
+  if (peers_[rank].pid <= 0) return "unknown";
+  std::FILE* f =
+      std::fopen(format("/proc/%lld/stat", static_cast<long long>(peers_[rank].pid)).c_str(), "re");
+  if (f == nullptr) return "unknown";
+  char line[512] = {};
+  const char* state = std::fgets(line, sizeof line, f) != nullptr ? std::strrchr(line, ')') : nullptr;
+  std::fclose(f);
+  if (state == nullptr || state[1] == 0) return "unknown";
+  switch (state[2]) {
+    case 'R': return "running";
+    case 'S':
+    case 'D': return "sleeping";
+    case 'T':
+    case 't': return "stopped";
+    case 'Z':
+    case 'X': return "dead";
+  }
+  return "unknown";
+}
+
+}  // namespace pycomm

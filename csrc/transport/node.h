@@ -1,0 +1,66 @@
+// The ranks of one job on one machine: their arenas, their processes, and how they found each other.
+//
+// `join` is the rendezvous: every rank listens on a unix socket <folder>/<rank>.sock in a folder of mode 0700
+// that belongs to this user, connects to all lower ranks, accepts all higher ones, checks the peer's user
+// with SO_PEERCRED, and swaps a Hello and the descriptor of its arena. The sockets are unlinked when all are
+// connected. A peer's death is seen through a pidfd, or where its pid is not visible here (another PID
+// namespace) through the hang-up of its socket. Set-up is n-1 short exchanges per rank.
+//
+// Forked children: pthread_atfork closes our descriptors in the child, and `forked()` is true there.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/arena.h"
+
+namespace pycomm {
+
+class Node {
+ public:
+  // Blocks until all `size` ranks have joined or timeout_s has passed (the error names who is missing).
+  // `poll` is called about every 100 ms (Ctrl-C). The first `first_block` bytes of every arena are allocated
+  // and zero before any peer can see it.
+  static Status join(const std::string& folder, int rank, int size, size_t first_block, double timeout_s,
+                     Status (*poll)(), std::shared_ptr<Node>* out);
+  ~Node();
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  const std::shared_ptr<Arena>& arena() const { return arena_; }
+  std::byte* base(int rank) const { return peers_[rank].base; }
+  int64_t pid(int rank) const { return peers_[rank].pid; }
+  bool alive(int rank) const;
+  // "sleeping", "stopped", "running", … from /proc, or "dead", or "unknown".
+  const char* process_state(int rank) const;
+  bool forked() const { return fork_generation_ != current_fork_generation(); }
+  void close_descriptors();  // in a forked child
+
+  static uint64_t current_fork_generation();
+
+ private:
+  struct Peer {
+    std::byte* base = nullptr;
+    int64_t pid = 0;  // 0: not visible in this PID namespace
+    int pidfd = -1;
+    int socket = -1;
+    std::shared_ptr<PeerArena> arena;
+  };
+  Node() = default;
+  Status exchange(const std::string& folder, double timeout_s, Status (*poll)());
+  Status greet(int socket, int* peer_rank, int* fd, size_t* reserved) const;
+  Status adopt(int peer_rank, int socket, int fd, size_t reserved);
+
+  int rank_ = 0;
+  int size_ = 1;
+  uint64_t fork_generation_ = 0;
+  std::shared_ptr<Arena> arena_;
+  std::vector<Peer> peers_;
+};
+
+// Makes `folder` with mode 0700, or checks that it exists, is a folder of ours and closed to others.
+Status make_run_folder(const std::string& folder);
+
+}  // namespace pycomm

@@ -1,0 +1,495 @@
+"""The communicator: collectives over the ranks of one machine, through shared memory.
+
+Every collective takes CPU tensors of any dtype in ``pycomm._setup.DTYPES`` and any layout; a list of tensors of
+one dtype is one coalesced call over their concatenation. Common arguments:
+
+    async_op: return a :class:`pycomm.Work` at once; the tensors must be left alone until it is done.
+    algorithm: a name that ``pycomm schedule list`` shows; None takes the measured choice.
+    deterministic: reduce in the canonical order of docs/numerics.md, the same bits whatever the algorithm;
+        None takes the communicator's default (``PYCOMM_DETERMINISTIC=1``).
+    timeout: seconds this call may wait for a peer; None takes the communicator's.
+
+Common errors: ``TypeError`` and ``ValueError`` name a bad argument on the rank that gave it; the other ranks get
+``CommError`` saying so, and the communicator stays usable. ``MismatchError``: valid calls that differ between ranks.
+``PeerLostError``: a peer died or closed. ``CommTimeoutError``: a deadline passed. After these three the
+communicator has failed, and every later call raises the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Union
+
+import torch
+
+from pycomm import _C, _setup, ops, rendezvous
+from pycomm.errors import CommError
+from pycomm.staging import Staged, staged
+from pycomm.work import Work, _completer
+
+Tensors = Union[torch.Tensor, Sequence[torch.Tensor]]
+
+# CallKind of csrc/engine/call.h.
+KINDS = {
+    name: code
+    for code, name in enumerate(
+        (
+            "all_reduce",
+            "reduce_scatter",
+            "all_gather",
+            "broadcast",
+            "reduce",
+            "gather",
+            "scatter",
+            "all_to_all",
+            "barrier",
+        )
+    )
+}
+
+_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _numel(tensors: Tensors) -> int:
+    return tensors.numel() if isinstance(tensors, torch.Tensor) else sum(t.numel() for t in tensors)
+
+
+class Communicator:
+    """The ranks that call collectives together; made by :func:`init`, :meth:`split` or :meth:`new_group`.
+
+    Collectives run in program order, synchronous ones on the caller's thread when nothing is queued. Safe to use
+    from several threads (calls are served one after the other). As a context manager it closes at the end.
+
+    Example:
+        >>> import pycomm, torch
+        >>> with pycomm.init() as comm:
+        ...     t = torch.full((3,), float(comm.rank + 1))
+        ...     _ = comm.all_reduce(t, op="max")
+    """
+
+    def __init__(self, core: _C.Communicator) -> None:
+        self._c = core
+        self._fast = core.fast_all_reduce()
+        self._works: deque[Work] = deque()
+        #: This process's number, in [0, size).
+        self.rank: int = core.rank
+        #: How many ranks there are.
+        self.size: int = core.size
+        _open.add(self)
+
+    # ---- calls ------------------------------------------------------------------------------------------
+
+    def _refuse(self, error: Exception) -> None:
+        """Tells the peers that this rank's call was invalid, so that they raise too instead of waiting."""
+        self._c.refuse(str(error))
+
+    def _call(
+        self,
+        name: str,
+        inputs: Tensors | None,
+        outputs: Tensors | None,
+        result: Any,
+        *,
+        op: ops.Op = "sum",
+        async_op: bool = False,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> Any:
+        try:
+            code, scalar = ops.parse(op)
+            if timeout is not None and not timeout > 0:
+                raise ValueError(f"timeout must be positive seconds or None, got {timeout!r}")
+        except (TypeError, ValueError) as error:
+            self._refuse(error)
+            raise
+        options.update(op=code, scalar=scalar, timeout_s=timeout)
+        kind = KINDS[name]
+        done = self._c.call(kind, inputs, outputs, 0, options, async_op)
+        held: Staged | None = None
+        if done is NotImplemented:
+            held = staged(inputs, outputs)
+            done = self._c.call(kind, held.inputs, held.outputs, 0, options, async_op)
+        if not async_op:
+            if held is not None:
+                held.write_back()
+            return result
+        work = Work(done, (inputs, outputs, held), result, held.write_back if held is not None else None)
+        # The engine holds addresses only: a Work that its owner drops must live until it is done.
+        while self._works and self._works[0].is_completed():
+            self._works.popleft()
+        self._works.append(work)
+        return work
+
+    def all_reduce(
+        self,
+        tensor: Tensors,
+        op: ops.Op = "sum",
+        *,
+        out: Tensors | None = None,
+        async_op: bool = False,
+        algorithm: str | None = None,
+        deterministic: bool | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Every rank gets the reduction of all ranks' tensors, the same bits everywhere.
+
+        Args:
+            tensor: any shape, the same number of elements and dtype on every rank; overwritten when ``out`` is None.
+            op: see :data:`pycomm.ops.Op`; avg is defined for floating and complex dtypes.
+            out: receives the result; as many elements and the dtype of ``tensor``.
+
+        Returns:
+            ``out`` or ``tensor`` (a :class:`Work` with ``async_op``).
+
+        Example:
+            >>> import pycomm, torch
+            >>> pycomm.init().all_reduce(torch.arange(3))
+            tensor([0, 1, 2])
+        """
+        if (
+            out is None
+            and not async_op
+            and algorithm is None
+            and deterministic is None
+            and timeout is None
+            and self._fast(tensor, op)
+        ):
+            return tensor
+        out = tensor if out is None else out
+        return self._call(
+            "all_reduce", tensor, out, out, op=op, async_op=async_op, timeout=timeout,
+            algorithm=algorithm, deterministic=deterministic,
+        )  # fmt: skip
+
+    def reduce_scatter(
+        self,
+        output: Tensors,
+        input: Tensors,
+        op: ops.Op = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Rank r gets part r of the reduction of all ranks' inputs.
+
+        Args:
+            output: part r: ``counts[r]`` elements, or 1/size of ``input``.
+            input: the whole vector (or a list, one tensor for each rank).
+            counts: elements of each part, in rank order, the same on every rank; None: equal parts.
+        """
+        if counts is None and not isinstance(input, torch.Tensor):
+            counts = [t.numel() for t in input]
+        return self._call("reduce_scatter", input, output, output, op=op, counts=counts, **options)
+
+    def all_gather(
+        self, output: Tensors, input: Tensors, *, counts: Sequence[int] | None = None, **options: Any
+    ) -> Any:
+        """Every rank gets the concatenation of all ranks' inputs, in rank order.
+
+        Args:
+            output: the whole vector (or a list, one tensor for each rank).
+            input: this rank's part; may be its place in ``output`` (in place).
+            counts: elements of each part, in rank order, the same on every rank; None: equal parts.
+        """
+        if counts is None and not isinstance(output, torch.Tensor):
+            counts = [t.numel() for t in output]
+        return self._call("all_gather", input, output, output, counts=counts, **options)
+
+    def broadcast(self, tensor: Tensors, src: int = 0, **options: Any) -> Any:
+        """Every rank's ``tensor`` becomes that of rank ``src``."""
+        return self._call(
+            "broadcast", tensor if src == self.rank else None, tensor, tensor, root=src, **options
+        )
+
+    def reduce(
+        self, tensor: Tensors, dst: int = 0, op: ops.Op = "sum", *, out: Tensors | None = None, **options: Any
+    ) -> Any:
+        """Rank ``dst`` gets the reduction in ``out`` (None: in ``tensor``); the others' tensors stay as they are."""
+        target = (tensor if out is None else out) if dst == self.rank else None
+        return self._call("reduce", tensor, target, target, op=op, root=dst, **options)
+
+    def gather(
+        self,
+        tensor: Tensors,
+        output: Tensors | None = None,
+        dst: int = 0,
+        *,
+        counts: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Rank ``dst`` gets the concatenation of all ranks' tensors in ``output`` (needed there, ignored elsewhere)."""
+        target = output if dst == self.rank else None
+        if dst == self.rank and output is None:
+            error = ValueError(f"gather: rank {dst} is dst and needs output=")
+            self._refuse(error)
+            raise error
+        return self._call("gather", tensor, target, target, root=dst, counts=counts, **options)
+
+    def scatter(
+        self,
+        output: Tensors,
+        input: Tensors | None = None,
+        src: int = 0,
+        *,
+        counts: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Rank r gets part r of rank ``src``'s ``input`` (needed there, ignored elsewhere)."""
+        if src == self.rank and input is None:
+            error = ValueError(f"scatter: rank {src} is src and needs input=")
+            self._refuse(error)
+            raise error
+        source = input if src == self.rank else None
+        return self._call("scatter", source, output, output, root=src, counts=counts, **options)
+
+    def all_to_all(
+        self,
+        output: Tensors,
+        input: Tensors,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Rank r's q-th block goes to rank q, as its r-th block.
+
+        Args:
+            output, input: one tensor each, or lists of ``size`` tensors (one block for each rank). They may not
+                overlap.
+            output_split_sizes, input_split_sizes: rows (of dimension 0) of each block; None: equal blocks.
+        """
+        try:
+            sends = self._blocks("input", input, input_split_sizes)
+            receives = self._blocks("output", output, output_split_sizes)
+        except (TypeError, ValueError) as error:
+            self._refuse(error)
+            raise
+        return self._call(
+            "all_to_all", input, output, output, send_counts=sends, recv_counts=receives, **options
+        )
+
+    def _blocks(self, what: str, tensors: Tensors, splits: Sequence[int] | None) -> list[int]:
+        if not isinstance(tensors, torch.Tensor):
+            if splits is not None or len(tensors) != self.size:
+                raise ValueError(f"all_to_all: a list {what} needs {self.size} tensors and no split sizes")
+            return [t.numel() for t in tensors]
+        if splits is None:
+            if tensors.numel() % self.size != 0:
+                raise ValueError(
+                    f"all_to_all: {what} of {tensors.numel()} elements does not divide over {self.size} ranks; "
+                    f"give {what}_split_sizes"
+                )
+            return [tensors.numel() // self.size] * self.size
+        rows = tensors.shape[0] if tensors.dim() > 0 else 1
+        if len(splits) != self.size or sum(splits) != rows or min(splits) < 0:
+            raise ValueError(
+                f"all_to_all: {what}_split_sizes must be {self.size} sizes that add up to {rows} rows, got {list(splits)}"
+            )
+        row = tensors.numel() // rows if rows > 0 else 0
+        return [s * row for s in splits]
+
+    def barrier(self, **options: Any) -> Any:
+        """Returns when every rank has called it."""
+        return self._call("barrier", None, None, None, **options)
+
+    # ---- point to point ---------------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, timeout: float | None = None) -> None:
+        """Sends to rank ``dst``; returns when the tensor may be changed. Independent of collectives."""
+        self._transfer(True, tensor, dst, tag, timeout, False)
+
+    def recv(
+        self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, timeout: float | None = None
+    ) -> int:
+        """Receives a tensor of this size and dtype from ``src`` (None: any rank); returns the source rank.
+
+        Messages match by (source, tag), in the order in which they were sent.
+
+        Raises:
+            MismatchError: the message has another size or dtype.
+        """
+        source: int = self._transfer(False, tensor, -1 if src is None else src, tag, timeout, False)
+        return source
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, timeout: float | None = None) -> Work:
+        """Like :meth:`send`, returning at once."""
+        work: Work = self._transfer(True, tensor, dst, tag, timeout, True)
+        return work
+
+    def irecv(
+        self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, timeout: float | None = None
+    ) -> Work:
+        """Like :meth:`recv`, returning at once; ``work.source()`` tells the sender."""
+        work: Work = self._transfer(False, tensor, -1 if src is None else src, tag, timeout, True)
+        return work
+
+    def _transfer(
+        self, send: bool, tensor: torch.Tensor, peer: int, tag: int, timeout: float | None, async_op: bool
+    ) -> Any:
+        seconds = 0.0 if timeout is None else float(timeout)
+        done = self._c.point_to_point(send, tensor, peer, tag, seconds, async_op)
+        held: Staged | None = None
+        if done is NotImplemented:
+            held = staged(tensor, None) if send else staged(None, tensor)
+            plain = held.inputs if send else held.outputs
+            done = self._c.point_to_point(send, plain, peer, tag, seconds, async_op)
+        finish = held.write_back if held is not None and not send else None
+        if not async_op:
+            if finish is not None:
+                finish()
+            return done
+        work = Work(done, (tensor, held), tensor, finish)
+        while self._works and self._works[0].is_completed():
+            self._works.popleft()
+        self._works.append(work)
+        return work
+
+    # ---- memory, groups, life ---------------------------------------------------------------------------
+
+    def empty(self, *shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised tensor in the shared arena: collectives on such tensors copy nothing.
+
+        It is an ordinary tensor with its own storage, lives until its last reference dies (also after
+        :meth:`close`), and is not a collective call.
+
+        Args:
+            shape: sizes, or one sequence of sizes.
+            dtype: one of ``pycomm._setup.DTYPES``.
+
+        Raises:
+            ValueError: a negative size. TypeError: an unsupported dtype. CommError: no memory.
+        """
+        sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+        if any(not isinstance(s, int) or s < 0 for s in sizes):
+            raise ValueError(f"empty: sizes must be integers >= 0, got {sizes}")
+        if dtype not in _setup.DTYPE_CODES:
+            raise TypeError(f"empty: {dtype} is not supported")
+        made = self._c.empty(sizes, _setup.DTYPE_CODES[dtype])
+        return made if isinstance(made, torch.Tensor) else torch.from_dlpack(made)
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """A communicator for the ranks that give the same ``color``, ordered by ``key``, then by rank here.
+
+        Collective over this communicator. Ranks with color None get None.
+        """
+        child = self._c.split(-1 if color is None else color, key)
+        return None if child is None else Communicator(child)
+
+    def new_group(self, ranks: Sequence[int]) -> Communicator | None:
+        """A communicator of ``ranks`` (in that order); every rank of this one must call it, others get None."""
+        wanted = list(ranks)
+        if len(set(wanted)) != len(wanted) or any(not 0 <= r < self.size for r in wanted):
+            error = ValueError(f"new_group: ranks must be distinct and in [0, {self.size}), got {wanted}")
+            self._refuse(error)
+            raise error
+        inside = self.rank in wanted
+        return self.split(0 if inside else None, wanted.index(self.rank) if inside else 0)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call waits for a peer before it raises CommTimeoutError."""
+        return self._c.timeout_s
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        if not seconds > 0:
+            raise ValueError(f"timeout must be positive seconds, got {seconds!r}")
+        self._c.timeout_s = float(seconds)
+
+    @property
+    def deterministic(self) -> bool:
+        """The default of ``deterministic=``; the same on every rank."""
+        return self._c.deterministic
+
+    @deterministic.setter
+    def deterministic(self, value: bool) -> None:
+        self._c.deterministic = bool(value)
+
+    def close(self) -> None:
+        """Waits for what is queued and leaves; peers that still need this rank get PeerLostError. Idempotent."""
+        self._c.close()
+
+    def abort(self, reason: str = "aborted") -> None:
+        """Ends pending and later calls here with CommError, and tells the peers. Returns at once."""
+        self._c.abort(reason)
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort(f"left by {kind.__name__}")
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "failed" if self._c.failed else "closed" if self._c.closed else "open"
+        return f"<pycomm.Communicator rank {self.rank} of {self.size}, {state}>"
+
+
+def _forced_algorithms() -> dict[str, str]:
+    """``PYCOMM_ALGORITHM``: "ring" (for all_reduce) or "all_reduce=ring,broadcast=chain"."""
+    text = os.environ.get("PYCOMM_ALGORITHM", "")
+    forced = {}
+    for item in filter(None, text.split(",")):
+        left, equals, right = item.partition("=")
+        collective, name = (left, right) if equals else ("all_reduce", left)
+        if collective not in KINDS or collective in ("all_to_all", "barrier"):
+            raise ValueError(f"PYCOMM_ALGORITHM: {collective!r} is not a collective with algorithms")
+        forced[collective] = name
+    return forced
+
+
+def init(
+    *,
+    store: Any = None,
+    group: Any = None,
+    rank: int | None = None,
+    size: int | None = None,
+    timeout: float = 300.0,
+) -> Communicator:
+    """Joins the other ranks of this job on this machine; every rank calls it.
+
+    Args:
+        store: a torch.distributed Store, with ``rank`` and ``size``.
+        group: a torch.distributed process group of any backend, whose ranks these become.
+        timeout: seconds to wait for the others here, and the default of every call.
+        With none of these, the environment says who this is: ``PYCOMM_RUN_DIR`` with RANK and WORLD_SIZE,
+        torchrun's variables, Open MPI's, Slurm's; or else this process is alone (one rank).
+
+    Returns:
+        The communicator of all ranks.
+
+    Raises:
+        ValueError: contradictory arguments or environment, or a rank on another machine.
+        CommTimeoutError: some ranks did not come; the message names them.
+
+    Example:
+        >>> import pycomm
+        >>> pycomm.init().size
+        1
+    """
+    if not timeout > 0:
+        raise ValueError(f"timeout must be positive seconds, got {timeout!r}")
+    forced = _forced_algorithms()
+    place = rendezvous.find(store, group, rank, size, timeout)
+    core = _C.Communicator.join(place.folder, place.rank, place.size, float(timeout), float(timeout))
+    core.deterministic = os.environ.get("PYCOMM_DETERMINISTIC", "0") not in ("", "0")
+    for collective, name in forced.items():
+        core.force_algorithm(KINDS[collective], name)
+    return Communicator(core)
+
+
+@atexit.register
+def _close_all() -> None:
+    # Progress threads must be gone before the interpreter's memory is.
+    for comm in list(_open):
+        try:
+            comm.close()
+        except CommError:
+            comm.abort("the interpreter ends")
+    _completer.stop()

@@ -1,0 +1,64 @@
+"""Tensors whose memory is not their value in order: non-contiguous, lazily conjugated or negated.
+
+Such tensors go through a contiguous copy: inputs are copied before the call, outputs after it. torch's own copy
+knows every layout, keeps strides of the target, and resolves the lazy bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Union
+
+import torch
+
+Tensors = Union[torch.Tensor, Sequence[torch.Tensor]]
+
+
+@dataclass
+class Staged:
+    """Plain stand-ins for the tensors of one call."""
+
+    inputs: Tensors | None
+    outputs: Tensors | None
+    _back: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def write_back(self) -> None:
+        """Copies the outputs to where the caller wants them."""
+        with torch.no_grad():
+            for target, plain in self._back:
+                target.copy_(plain)
+
+
+def _plain(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _is_plain(t: torch.Tensor) -> bool:
+    return t.is_contiguous() and not t.is_neg() and not t.is_conj()
+
+
+def staged(inputs: Tensors | None, outputs: Tensors | None) -> Staged:
+    """Stand-ins for a call's tensors; the same object as input and output (in place) stays one stand-in."""
+    back: list[tuple[torch.Tensor, torch.Tensor]] = []
+    made: dict[int, torch.Tensor] = {}
+
+    def stand_in(t: torch.Tensor, output: bool) -> torch.Tensor:
+        plain = made.get(id(t))
+        if plain is None:
+            plain = t if _is_plain(t) else _plain(t)
+            made[id(t)] = plain
+        if output and plain is not t:
+            back.append((t, plain))
+        return plain
+
+    def each(tensors: Tensors | None, output: bool) -> Tensors | None:
+        if tensors is None or isinstance(tensors, torch.Tensor):
+            return None if tensors is None else stand_in(tensors, output)
+        return [stand_in(t, output) for t in tensors]
+
+    ins = each(inputs, False)
+    outs = ins if outputs is inputs else each(outputs, True)
+    if outputs is inputs:
+        each(outputs, True)
+    return Staged(ins, outs, back)

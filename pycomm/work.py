@@ -1,0 +1,129 @@
+"""The handle of an asynchronous call."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pycomm import _C
+from pycomm.errors import CommTimeoutError
+
+
+class Work:
+    """An asynchronous call on its way; keeps the call's tensors alive until it is done.
+
+    The tensors must not be read or written before :meth:`wait` has returned.
+
+    Example:
+        >>> import pycomm, torch
+        >>> comm = pycomm.init()
+        >>> t = torch.ones(4)
+        >>> work = comm.all_reduce(t, async_op=True)
+        >>> work.wait()
+        True
+    """
+
+    def __init__(self, work: _C.Work, tensors: Any, result: Any, finish: Callable[[], None] | None) -> None:
+        self._work = work
+        self._tensors = tensors
+        self._result = result
+        self._finish = finish
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Blocks until the call is done.
+
+        Args:
+            timeout: seconds; None waits as long as the call itself may take.
+
+        Returns:
+            True.
+
+        Raises:
+            CommTimeoutError: ``timeout`` seconds have passed; the call goes on.
+            CommError: the call failed (also PeerLostError, MismatchError).
+        """
+        if not self._work.wait(-1.0 if timeout is None else float(timeout)):
+            raise CommTimeoutError(f"the call is not done after {timeout} s; it goes on, wait again")
+        self._complete()
+        return True
+
+    def _complete(self) -> None:
+        with self._lock:
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
+            self._tensors = None
+
+    def is_completed(self) -> bool:
+        """True when the call has ended, well or badly. Does not block."""
+        return self._work.done()
+
+    def exception(self) -> BaseException | None:
+        """The error with which the call ended, or None (also while it goes on)."""
+        if not self._work.done():
+            return None
+        try:
+            self._work.raise_if_failed()
+        except Exception as error:
+            return error
+        return None
+
+    def source(self) -> int:
+        """For a finished recv: the rank that sent."""
+        return self._work.source
+
+    def result(self) -> Any:
+        """The output tensor (or list) of the call; wait first."""
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A torch Future of :meth:`result`, completed by a thread of Python when the call ends."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        _completer.add(self, future)
+        return future
+
+
+class _Completer:
+    """One daemon thread that waits for works, in order, and completes their Futures."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Work, torch.futures.Future[Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def add(self, work: Work, future: torch.futures.Future[Any]) -> None:
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="pycomm-futures", daemon=True)
+                self._thread.start()
+            self._queue.put((work, future))
+
+    def stop(self) -> None:
+        """Ends the thread after what it has; called before the interpreter's end."""
+        with self._lock:
+            if self._thread is None:
+                return
+            self._queue.put(None)
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while True:
+            item = self._queue.get()
+            if item is None:
+                return
+            work, future = item
+            try:
+                work.wait()
+            except BaseException as error:
+                # set_exception takes Exceptions only, and a Future must never stay open.
+                future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            else:
+                future.set_result(work.result())
+
+
+_completer = _Completer()
