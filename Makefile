@@ -1,10 +1,10 @@
 # The repository's commands. `make test` and `make demo` are each enough on a fresh machine with Python >= 3.10,
 # a C++20 compiler and pip: they make .venv, install requirements-dev.txt into it and build what they need.
 #
-# The virtual environment is remade when requirements-dev.txt, pyproject.toml or setup.py change. The extension
-# is built here (preset dev, into pycomm/), so the editable install brings the Python side only. CMake's cache is
-# dropped before every configuration: it would hold on to a Python, ninja or pybind11 that has moved; the
-# objects stay, so nothing is compiled twice.
+# .venv is brought up to date when requirements-dev.txt, pyproject.toml or setup.py change. The extension is built
+# here (preset dev, into pycomm/), so the editable install brings the Python side only. CMake's cache is dropped
+# before every configuration: it would hold on to a Python, ninja or pybind11 that has moved; the objects stay,
+# so nothing is compiled twice.
 #
 #   PYTHON=python3.12   the Python to build with       CI=true   a missing GoogleTest or Google Benchmark fails
 
@@ -32,10 +32,10 @@ $(READY): requirements-dev.txt pyproject.toml setup.py
 	  f"pycomm needs Python 3.10 or newer, $(PYTHON) is {v[0]}.{v[1]}: run make PYTHON=python3.12")'
 	@command -v $${CXX:-c++} >/dev/null || { echo "pycomm needs a C++20 compiler, and $${CXX:-c++} was not found:" \
 	  "install g++ 11 or clang 14 (or newer), or set CXX"; exit 1; }
-	rm -rf $(VENV)
 	@# Debian's python3 without python3-venv has no ensurepip; the pip outside then serves.
-	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && \
-	  $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	$(BIN)/python -m pip --version 2>/dev/null || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); } || \
+	  { $(PYTHON) -m venv --clear --without-pip $(VENV) && \
+	    $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	PYCOMM_EXTENSION=OFF $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --no-build-isolation --no-deps -e .
