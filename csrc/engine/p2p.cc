@@ -90,8 +90,9 @@ Status PointToPoint::open_pipes() {
   if (pipes_offset_ != 0) return Status();
   PYCOMM_RETURN_IF_ERROR(
       group_.node()->arena()->allocate(sizeof(Pipe) * static_cast<size_t>(group_.size()), &pipes_offset_));
+  Pipe* const mine = reinterpret_cast<Pipe*>(group_.arena_base(group_.rank()) + pipes_offset_);
   for (int q = 0; q < group_.size(); q++) {
-    Pipe* p = pipe(group_.rank(), q);
+    Pipe* p = mine + q;
     p->filled.word.store(0, std::memory_order_relaxed);
     p->drained.word.store(0, std::memory_order_relaxed);
   }
