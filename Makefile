@@ -23,7 +23,7 @@ FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
 test: test-cpp test-python
 
 demo: build
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -m pycomm.demo
 
 venv: $(READY)
 
