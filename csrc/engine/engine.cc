@@ -145,7 +145,7 @@ void Engine::run_instr(Run& run, uint32_t tile, const Instr& instr) {
   const uint64_t vector_at = run.parts.start(part) + tile * run.slice;
   const uint32_t slot = slot_of(run.first_tile + tile);
   const bool direct = plan.mode != PlanMode::kTiled;
-  const bool complete = instr.complete && run.complete != nullptr;
+  const bool complete = instr.complete && plan.fused_scale && run.complete != nullptr;
   for (uint64_t done = 0; done < len;) {
     uint64_t n = len - done;
     const auto user = [&](const Buffer& b, uint64_t origin) {

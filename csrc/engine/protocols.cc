@@ -185,10 +185,13 @@ Status Engine::run(const Call& call, CallerHooks* hooks, double timeout_s) {
     return s;
   }
   if (s.code() == Code::kRefused || s.code() == Code::kValue) {
-    // Nothing of this call will be read, and every rank counts one position for it.
-    for (Until& u : slot_free_) {
-      if (reached(u.position, position(call_ & 0xffff, 1)))
-        u = {position((call_ + 1) & 0xffff, 0), slot_of(1)};
+    // Every rank counts one position for this call. Its head may still be looked at by a peer that is late;
+    // tiles staged behind it will not be read by anybody.
+    for (uint32_t at = 0; at < kSlots; at++) {
+      Until& u = slot_free_[slot_of(at)];
+      if (!reached(u.position, position(call_ & 0xffff, 1))) continue;
+      u = at == 0 ? Until{position((call_ + 1) & 0xffff, 0), slot_of(1)}
+                  : Until{position(call_ & 0xffff, 0), slot_of(0)};
     }
     base_++;
     return s;
