@@ -1,7 +1,7 @@
 """The communicator: collectives over the ranks of one machine, through shared memory.
 
-Every collective takes CPU tensors of any dtype in ``pycomm._setup.DTYPES`` and any layout; a list of tensors of
-one dtype is one coalesced call over their concatenation. Common arguments:
+Every collective takes CPU tensors of any dtype in ``pycomm._setup.DTYPES`` and any layout; a list of tensors
+of one dtype is one coalesced call over their concatenation. Common arguments:
 
     async_op: return a :class:`pycomm.Work` at once; the tensors must be left alone until it is done.
     algorithm: a name that ``pycomm schedule list`` shows; None takes the measured choice.
@@ -9,10 +9,10 @@ one dtype is one coalesced call over their concatenation. Common arguments:
         None takes the communicator's default (``PYCOMM_DETERMINISTIC=1``).
     timeout: seconds this call may wait for a peer; None takes the communicator's.
 
-Common errors: ``TypeError`` and ``ValueError`` name a bad argument on the rank that gave it; the other ranks get
-``CommError`` saying so, and the communicator stays usable. ``MismatchError``: valid calls that differ between ranks.
-``PeerLostError``: a peer died or closed. ``CommTimeoutError``: a deadline passed. After these three the
-communicator has failed, and every later call raises the same.
+Common errors: ``TypeError`` and ``ValueError`` name a bad argument on the rank that gave it; the other ranks
+get ``CommError`` saying so, and the communicator stays usable. ``MismatchError``: valid calls that differ
+between ranks. ``PeerLostError``: a peer died or closed. ``CommTimeoutError``: a deadline passed. After these
+three the communicator has failed, and every later call raises the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Any
 
 import torch
 
@@ -31,7 +31,7 @@ from pycomm.errors import CommError
 from pycomm.staging import Staged, staged
 from pycomm.work import Work, _completer
 
-Tensors = Union[torch.Tensor, Sequence[torch.Tensor]]
+Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 # CallKind of csrc/engine/call.h.
 KINDS = {
@@ -61,8 +61,8 @@ def _numel(tensors: Tensors) -> int:
 class Communicator:
     """The ranks that call collectives together; made by :func:`init`, :meth:`split` or :meth:`new_group`.
 
-    Collectives run in program order, synchronous ones on the caller's thread when nothing is queued. Safe to use
-    from several threads (calls are served one after the other). As a context manager it closes at the end.
+    Collectives run in program order, synchronous ones on the caller's thread when nothing is queued. Safe to
+    use from several threads (calls are served one after the other). As a context manager it closes at the end.
 
     Example:
         >>> import pycomm, torch
@@ -138,7 +138,8 @@ class Communicator:
         """Every rank gets the reduction of all ranks' tensors, the same bits everywhere.
 
         Args:
-            tensor: any shape, the same number of elements and dtype on every rank; overwritten when ``out`` is None.
+            tensor: any shape, the same number of elements and dtype on every rank; overwritten when ``out`` is
+                None.
             op: see :data:`pycomm.ops.Op`; avg is defined for floating and complex dtypes.
             out: receives the result; as many elements and the dtype of ``tensor``.
 
@@ -208,7 +209,7 @@ class Communicator:
     def reduce(
         self, tensor: Tensors, dst: int = 0, op: ops.Op = "sum", *, out: Tensors | None = None, **options: Any
     ) -> Any:
-        """Rank ``dst`` gets the reduction in ``out`` (None: in ``tensor``); the others' tensors stay as they are."""
+        """Rank ``dst`` gets the reduction in ``out`` (None: in ``tensor``); the others' tensors stay."""
         target = (tensor if out is None else out) if dst == self.rank else None
         return self._call("reduce", tensor, target, target, op=op, root=dst, **options)
 
@@ -221,7 +222,7 @@ class Communicator:
         counts: Sequence[int] | None = None,
         **options: Any,
     ) -> Any:
-        """Rank ``dst`` gets the concatenation of all ranks' tensors in ``output`` (needed there, ignored elsewhere)."""
+        """Rank ``dst`` gets all ranks' tensors, in rank order, in ``output`` (needed there, ignored elsewhere)."""
         target = output if dst == self.rank else None
         if dst == self.rank and output is None:
             error = ValueError(f"gather: rank {dst} is dst and needs output=")
@@ -257,8 +258,8 @@ class Communicator:
         """Rank r's q-th block goes to rank q, as its r-th block.
 
         Args:
-            output, input: one tensor each, or lists of ``size`` tensors (one block for each rank). They may not
-                overlap.
+            output, input: one tensor each, or lists of ``size`` tensors (one block for each rank). They may
+                not overlap.
             output_split_sizes, input_split_sizes: rows (of dimension 0) of each block; None: equal blocks.
         """
         try:
@@ -279,14 +280,15 @@ class Communicator:
         if splits is None:
             if tensors.numel() % self.size != 0:
                 raise ValueError(
-                    f"all_to_all: {what} of {tensors.numel()} elements does not divide over {self.size} ranks; "
-                    f"give {what}_split_sizes"
+                    f"all_to_all: {what} of {tensors.numel()} elements does not divide over {self.size} "
+                    f"ranks; give {what}_split_sizes"
                 )
             return [tensors.numel() // self.size] * self.size
         rows = tensors.shape[0] if tensors.dim() > 0 else 1
         if len(splits) != self.size or sum(splits) != rows or min(splits) < 0:
             raise ValueError(
-                f"all_to_all: {what}_split_sizes must be {self.size} sizes that add up to {rows} rows, got {list(splits)}"
+                f"all_to_all: {what}_split_sizes must be {self.size} sizes that add up to {rows} rows, "
+                f"got {list(splits)}"
             )
         row = tensors.numel() // rows if rows > 0 else 0
         return [s * row for s in splits]
@@ -368,7 +370,7 @@ class Communicator:
         if dtype not in _setup.DTYPE_CODES:
             raise TypeError(f"empty: {dtype} is not supported")
         made = self._c.empty(sizes, _setup.DTYPE_CODES[dtype])
-        return made if isinstance(made, torch.Tensor) else torch.from_dlpack(made)
+        return made if isinstance(made, torch.Tensor) else torch.utils.dlpack.from_dlpack(made)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """A communicator for the ranks that give the same ``color``, ordered by ``key``, then by rank here.
@@ -379,7 +381,7 @@ class Communicator:
         return None if child is None else Communicator(child)
 
     def new_group(self, ranks: Sequence[int]) -> Communicator | None:
-        """A communicator of ``ranks`` (in that order); every rank of this one must call it, others get None."""
+        """A communicator of ``ranks``, in that order; every rank of this one calls it, others get None."""
         wanted = list(ranks)
         if len(set(wanted)) != len(wanted) or any(not 0 <= r < self.size for r in wanted):
             error = ValueError(f"new_group: ranks must be distinct and in [0, {self.size}), got {wanted}")
@@ -409,7 +411,7 @@ class Communicator:
         self._c.deterministic = bool(value)
 
     def close(self) -> None:
-        """Waits for what is queued and leaves; peers that still need this rank get PeerLostError. Idempotent."""
+        """Waits for what is queued and leaves; peers that need this rank get PeerLostError. Idempotent."""
         self._c.close()
 
     def abort(self, reason: str = "aborted") -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Union
+from typing import Any
 
 import torch.distributed as dist
 
@@ -11,7 +11,7 @@ NAMES = ("sum", "product", "min", "max", "avg", "band", "bor", "bxor", "premul_s
 CODES = {name: code for code, name in enumerate(NAMES)}
 
 #: "sum", "product", "min", "max", "avg", "band", "bor", "bxor", ("premul_sum", factor), or a ReduceOp.
-Op = Union[str, tuple[str, float], Any]
+Op = str | tuple[str, float] | Any
 
 
 def parse(op: Op) -> tuple[int, float]:

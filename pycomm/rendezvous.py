@@ -55,8 +55,8 @@ def _host() -> str:
 
 def _other_host(mine: str, first: str, rank: int) -> ValueError:
     return ValueError(
-        f"rank {rank} runs on {mine.split()[0]}, rank 0 on {first.split()[0]}: this version connects the ranks "
-        "of one machine; start all of them there"
+        f"rank {rank} runs on {mine.split()[0]}, rank 0 on {first.split()[0]}: this version connects the "
+        "ranks of one machine; start all of them there"
     )
 
 
@@ -97,7 +97,7 @@ def _torchrun_store(rank: int, size: int, timeout: float) -> Any:
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = os.environ["MASTER_ADDR"], _integer("MASTER_PORT")
     # multi_tenant: torch.distributed may serve a store of its own on the same port of this process.
-    store = dist.TCPStore(
+    store = dist.distributed_c10d.TCPStore(
         host,
         port,
         size,

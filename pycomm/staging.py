@@ -1,18 +1,17 @@
 """Tensors whose memory is not their value in order: non-contiguous, lazily conjugated or negated.
 
-Such tensors go through a contiguous copy: inputs are copied before the call, outputs after it. torch's own copy
-knows every layout, keeps strides of the target, and resolves the lazy bits.
+Such tensors go through a contiguous copy: inputs are copied before the call, outputs after it. torch's own
+copy knows every layout, keeps strides of the target, and resolves the lazy bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Union
 
 import torch
 
-Tensors = Union[torch.Tensor, Sequence[torch.Tensor]]
+Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 
 @dataclass
