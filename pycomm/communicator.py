@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from pycomm import _C, _setup, ops, rendezvous
+from pycomm import _C, _setup, ops, rendezvous, tuning
 from pycomm.errors import CommError
 from pycomm.staging import Staged, staged
 from pycomm.work import Work, _completer
@@ -62,7 +62,7 @@ class Communicator:
     """The ranks that call collectives together; made by :func:`init`, :meth:`split` or :meth:`new_group`.
 
     Collectives run in program order, synchronous ones on the caller's thread when nothing is queued. Safe to
-    use from several threads (calls are served one after the other). As a context manager it closes at the end.
+    use from several threads (calls are served one after the other). A context manager that closes at its end.
 
     Example:
         >>> import pycomm, torch
@@ -138,8 +138,8 @@ class Communicator:
         """Every rank gets the reduction of all ranks' tensors, the same bits everywhere.
 
         Args:
-            tensor: any shape, the same number of elements and dtype on every rank; overwritten when ``out`` is
-                None.
+            tensor: any shape, the same number of elements and dtype on every rank; overwritten when ``out``
+                is None.
             op: see :data:`pycomm.ops.Op`; avg is defined for floating and complex dtypes.
             out: receives the result; as many elements and the dtype of ``tensor``.
 
@@ -222,7 +222,7 @@ class Communicator:
         counts: Sequence[int] | None = None,
         **options: Any,
     ) -> Any:
-        """Rank ``dst`` gets all ranks' tensors, in rank order, in ``output`` (needed there, ignored elsewhere)."""
+        """Rank ``dst`` gets all ranks' tensors in rank order in ``output`` (needed there, else ignored)."""
         target = output if dst == self.rank else None
         if dst == self.rank and output is None:
             error = ValueError(f"gather: rank {dst} is dst and needs output=")
@@ -410,6 +410,14 @@ class Communicator:
     def deterministic(self, value: bool) -> None:
         self._c.deterministic = bool(value)
 
+    def tune(self, seconds: float = 1.0) -> None:
+        """Measures the candidates on this machine and takes the fastest; collective; see ``pycomm tune``.
+
+        Args:
+            seconds: about how long it may take; what is not measured by then keeps its default.
+        """
+        tuning.measure(self, seconds)
+
     def close(self) -> None:
         """Waits for what is queued and leaves; peers that need this rank get PeerLostError. Idempotent."""
         self._c.close()
@@ -483,7 +491,9 @@ def init(
     core.deterministic = os.environ.get("PYCOMM_DETERMINISTIC", "0") not in ("", "0")
     for collective, name in forced.items():
         core.force_algorithm(KINDS[collective], name)
-    return Communicator(core)
+    comm = Communicator(core)
+    tuning.load_or_measure(comm)
+    return comm
 
 
 @atexit.register

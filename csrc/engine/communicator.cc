@@ -104,6 +104,12 @@ Status Communicator::prepare(Request* request, const char* algorithm) {
       PYCOMM_RETURN_IF_ERROR(algorithm_index(sig.kind, algorithm, &sig.algorithm));
       call.direct_algorithm = sig.algorithm;
     }
+    if (request->deterministic && reduces && algorithm == nullptr) {
+      // The measured choice may be one that cannot honour the order; `direct` always can.
+      for (uint8_t* a : {&sig.algorithm, &call.direct_algorithm}) {
+        if (!catalog()[*a].deterministic) PYCOMM_RETURN_IF_ERROR(algorithm_index(sig.kind, "direct", a));
+      }
+    }
     if (request->deterministic && reduces) {
       for (uint8_t a : {sig.algorithm, call.direct_algorithm}) {
         if (catalog()[a].deterministic) continue;
