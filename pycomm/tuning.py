@@ -1,10 +1,10 @@
 """Which algorithm serves which size: measured on this machine, decided by rank 0, kept in a cache file.
 
-A selection table has, for each collective, rows (at most so many bytes, algorithm, algorithm when all tensors are
-in the arena, tile bytes). At the first use on a machine :func:`pycomm.init` measures for at most a second and
-writes the table under ``$PYCOMM_CACHE_DIR`` (or the user's cache folder); later jobs of the same number of
-ranks and cores read it. Rank 0 alone reads, decides and writes; the others get its table. ``PYCOMM_TUNE=off`` keeps the
-built-in defaults; ``pycomm tune`` measures anew and prints the table.
+A selection table has, for each collective, rows (at most so many bytes, algorithm, algorithm when all tensors
+are in the arena, tile bytes). At the first use on a machine :func:`pycomm.init` measures for at most a second
+and writes the table under ``$PYCOMM_CACHE_DIR`` (or the user's cache folder); later jobs of the same number of
+ranks and cores read it. Rank 0 alone reads, decides and writes; the others get its table. ``PYCOMM_TUNE=off``
+keeps the built-in defaults; ``pycomm tune`` measures anew and prints the table.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _load(path: Path) -> Table | None:
 
 
 def _save(path: Path, table: Table) -> None:
-    """Atomic: a reader sees the old file or the new one. A read-only home only costs the next job a second."""
+    """Atomic: a reader sees the old file or the new one. A read-only home costs the next job a second."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
