@@ -56,7 +56,7 @@ int usable_cores() {
 WaitPolicy WaitPolicy::choose(int n_local) {
   // A core each: spin about as long as a futex wake would cost. More ranks than cores: give the core away
   // soon, but not at once (a wake costs 15-20 us), and never without bound.
-  if (n_local <= usable_cores()) return {.polls = 1000, .yields = 0};
+  if (n_local <= usable_cores()) return {.polls = 1000, .yields = 4};
   return {.polls = 20, .yields = 8};
 }
 
