@@ -1,0 +1,162 @@
+#include "bind/request.h"
+
+#include "bind/tensor.h"
+
+namespace pycomm {
+
+namespace {
+
+// What overlaps must be the same place, or results would depend on timing.
+Status check_overlap(const Call& call, size_t size, uint64_t in_at, uint64_t out_at) {
+  if (!call.in.single() || !call.out.single() || call.in.n_elems() == 0 || call.out.n_elems() == 0)
+    return Status();
+  const std::byte *a = call.in.data(), *b = call.out.data();
+  const bool apart = a + call.in.n_elems() * size <= b || b + call.out.n_elems() * size <= a;
+  const bool same = call.sig.kind != CallKind::kAllToAll && a - in_at * size == b - out_at * size;
+  if (apart || same) return Status();
+  return Status::error(
+      Code::kValue, format("%s: input and output overlap, but not as an in-place call (docs/architecture.md)",
+                           call_kind_name(call.sig.kind)));
+}
+
+// Which share of the vector each tensor must hold.
+Status check_sizes(const PyCommunicator& self, const Call& call, const std::vector<uint64_t>& counts) {
+  const int rank = self.comm->rank();
+  const bool root = rank == call.sig.root;
+  const uint64_t all = call.sig.count;
+  const uint64_t mine = counts.empty() ? all : counts[static_cast<size_t>(rank)];
+  const auto expect = [&](const char* what, const Buffer& b, uint64_t want) {
+    if (b.n_elems() == want) return Status();
+    return Status::error(
+        Code::kValue,
+        format("%s: %s has %llu elements, expected %llu", call_kind_name(call.sig.kind), what,
+               static_cast<unsigned long long>(b.n_elems()), static_cast<unsigned long long>(want)));
+  };
+  switch (call.sig.kind) {
+    case CallKind::kAllReduce:
+      PYCOMM_RETURN_IF_ERROR(expect("tensor", call.in, all));
+      return expect("out", call.out, all);
+    case CallKind::kReduceScatter:
+      PYCOMM_RETURN_IF_ERROR(expect("input", call.in, all));
+      return expect("output", call.out, mine);
+    case CallKind::kAllGather:
+      PYCOMM_RETURN_IF_ERROR(expect("input", call.in, mine));
+      return expect("output", call.out, all);
+    case CallKind::kBroadcast: return expect("tensor", call.out, all);
+    case CallKind::kReduce:
+      PYCOMM_RETURN_IF_ERROR(expect("tensor", call.in, all));
+      return root ? expect("out", call.out, all) : Status();
+    case CallKind::kGather:
+      PYCOMM_RETURN_IF_ERROR(expect("tensor", call.in, mine));
+      return root ? expect("output", call.out, all) : Status();
+    case CallKind::kScatter:
+      if (root) PYCOMM_RETURN_IF_ERROR(expect("input", call.in, all));
+      return expect("output", call.out, mine);
+    case CallKind::kAllToAll:
+    case CallKind::kBarrier:
+    case CallKind::kRefused: return Status();
+  }
+  return Status();
+}
+
+uint64_t sum(const std::vector<uint64_t>& v) {
+  uint64_t n = 0;
+  for (uint64_t x : v) n += x;
+  return n;
+}
+
+}  // namespace
+
+Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject* out, uint64_t count,
+                    Options o, Request* request) {
+  Call& call = request->call;
+  Layout layout = Layout::kPlain, out_layout = Layout::kPlain;
+  DType out_dtype = DType::kUInt8;
+  call.sig.kind = kind;
+  call.sig.op = static_cast<ReduceOp>(o.op);
+  call.sig.root = o.root;
+  call.scalar = o.scalar;
+  const bool has_in = in != Py_None, has_out = out != Py_None;
+  if (has_in)
+    PYCOMM_RETURN_IF_ERROR(view_tensors(in, "input", in == out, &call.in, &call.sig.dtype, &layout));
+  if (has_out && out == in) {
+    call.out = call.in;
+  } else if (has_out) {
+    PYCOMM_RETURN_IF_ERROR(view_tensors(out, "output", true, &call.out, &out_dtype, &out_layout));
+    if (has_in && out_dtype != call.sig.dtype) {
+      return Status::error(Code::kType, format("%s: input is %s, output is %s", call_kind_name(kind),
+                                               dtype_name(call.sig.dtype), dtype_name(out_dtype)));
+    }
+    call.sig.dtype = out_dtype;
+  }
+  if (layout != Layout::kPlain || out_layout != Layout::kPlain)
+    return Status::error(Code::kSystem, "needs staging");
+  const auto n = static_cast<uint64_t>(self.comm->size());
+  call.sig.count = count;
+  if (kind == CallKind::kAllReduce || kind == CallKind::kReduce) call.sig.count = call.in.n_elems();
+  if (kind == CallKind::kBroadcast) call.sig.count = call.out.n_elems();
+  const bool parted = kind == CallKind::kReduceScatter || kind == CallKind::kAllGather ||
+                      kind == CallKind::kGather || kind == CallKind::kScatter;
+  if (parted) {
+    if (o.counts.empty()) {
+      const bool whole_in = kind == CallKind::kReduceScatter;
+      const bool part_in = kind == CallKind::kAllGather || kind == CallKind::kGather;
+      const uint64_t whole = whole_in  ? call.in.n_elems()
+                             : part_in ? call.in.n_elems() * n
+                                       : call.out.n_elems() * n;
+      if (whole % n != 0) {
+        return Status::error(Code::kValue,
+                             format("%s: %llu elements do not divide evenly over %llu ranks; give counts=",
+                                    call_kind_name(kind), static_cast<unsigned long long>(whole),
+                                    static_cast<unsigned long long>(n)));
+      }
+      o.counts.assign(n, whole / n);
+    }
+    if (o.counts.size() != n) {
+      return Status::error(Code::kValue,
+                           format("%s: counts has %zu entries, expected %llu, one for each rank",
+                                  call_kind_name(kind), o.counts.size(), static_cast<unsigned long long>(n)));
+    }
+    call.sig.count = sum(o.counts);
+  }
+  if (kind == CallKind::kAllToAll) {
+    call.sig.count = 0;  // may differ between ranks; pairs are compared by the engine
+    if (o.send_counts.size() != n || o.recv_counts.size() != n)
+      return Status::error(Code::kValue, "all_to_all: one split size for each rank is needed");
+    if (sum(o.send_counts) != call.in.n_elems() || sum(o.recv_counts) != call.out.n_elems()) {
+      return Status::error(
+          Code::kValue,
+          format("all_to_all: split sizes add up to %llu and %llu, the tensors have %llu and %llu elements",
+                 static_cast<unsigned long long>(sum(o.send_counts)),
+                 static_cast<unsigned long long>(sum(o.recv_counts)),
+                 static_cast<unsigned long long>(call.in.n_elems()),
+                 static_cast<unsigned long long>(call.out.n_elems())));
+    }
+  }
+  if (o.root < 0 || static_cast<uint64_t>(o.root) >= n) {
+    return Status::error(
+        Code::kValue, format("%s: rank %d is not in this communicator of %llu", call_kind_name(kind), o.root,
+                             static_cast<unsigned long long>(n)));
+  }
+  PYCOMM_RETURN_IF_ERROR(check_sizes(self, call, o.counts));
+  uint64_t before = 0;
+  if (!o.counts.empty()) {
+    for (int q = 0; q < self.comm->rank(); q++) before += o.counts[static_cast<size_t>(q)];
+  }
+  const bool in_part = kind == CallKind::kAllGather || kind == CallKind::kGather;
+  const bool out_part = kind == CallKind::kReduceScatter || kind == CallKind::kScatter;
+  if (has_in && has_out) {
+    PYCOMM_RETURN_IF_ERROR(
+        check_overlap(call, dtype_size(call.sig.dtype), in_part ? before : 0, out_part ? before : 0));
+  }
+  request->counts = std::move(o.counts);
+  request->send_counts = std::move(o.send_counts);
+  request->recv_counts = std::move(o.recv_counts);
+  request->deterministic = o.deterministic.value_or(self.deterministic);
+  request->timeout_s = o.timeout_s;
+  return self.comm->prepare(request, o.algorithm ? o.algorithm->c_str() : self.algorithm_for(kind));
+}
+
+bool is_staging(const Status& s) { return s.code() == Code::kSystem && s.message() == "needs staging"; }
+
+}  // namespace pycomm

@@ -1,0 +1,45 @@
+// From Python's arguments to a Request: which tensors, how many elements of each, and whether that makes
+// sense.
+#pragma once
+
+#include <Python.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/communicator.h"
+#include "schedule/catalog.h"
+
+namespace pycomm {
+
+struct PyCommunicator {
+  std::shared_ptr<Node> node;
+  std::unique_ptr<Communicator> comm;
+  bool deterministic = false;
+  std::string forced[kNumCollectives];
+
+  const char* algorithm_for(CallKind kind) const {
+    const auto k = static_cast<size_t>(kind);
+    return k < kNumCollectives && !forced[k].empty() ? forced[k].c_str() : nullptr;
+  }
+};
+
+struct Options {
+  int op = 0;
+  int root = 0;
+  double scalar = 1.0;
+  std::vector<uint64_t> counts, send_counts, recv_counts;
+  std::optional<std::string> algorithm;
+  std::optional<bool> deterministic;
+  double timeout_s = 0;
+};
+
+// Builds the request of one call; `in` or `out` may be None where this rank has none. Fails with kValue or
+// kType, naming the argument; `is_staging` tells the failure that only means "not plain memory".
+Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject* out, uint64_t count,
+                    Options o, Request* request);
+bool is_staging(const Status& s);
+
+}  // namespace pycomm
