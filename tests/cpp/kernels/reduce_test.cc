@@ -412,25 +412,35 @@ TEST(Reduce, SameBitsOnEveryIsa) {
 }
 
 #if defined(__x86_64__)
+unsigned long float_control() { return _mm_getcsr() & 0xffc0u; }
+void set_float_control(unsigned long v) { _mm_setcsr(static_cast<unsigned>(v)); }
+constexpr unsigned long kNormal = 0x1f80, kFlush = 0x1f80 | 0x8040, kToZero = 0x1f80 | 0x6000,
+                        kDown = 0x1f80 | 0x2000;
+#elif defined(__aarch64__)
+unsigned long float_control() {
+  unsigned long v;
+  asm volatile("mrs %0, fpcr" : "=r"(v));
+  return v;
+}
+void set_float_control(unsigned long v) { asm volatile("msr fpcr, %0" : : "r"(v) : "memory"); }
+constexpr unsigned long kNormal = 0, kFlush = 1ul << 24, kToZero = 3ul << 22, kDown = 2ul << 22;
+#endif
+
+#if defined(__x86_64__) || defined(__aarch64__)
 TEST(Reduce, IgnoresAndRestoresTheCallersEnvironment) {
   const float denormal = std::numeric_limits<float>::denorm_min();
   const std::vector<std::vector<float>> srcs = {{denormal, 1.0f}, {denormal, std::ldexp(1.0f, -24) * 1.5f}};
-  const unsigned before = _mm_getcsr();
+  const void* in[2] = {srcs[0].data(), srcs[1].data()};
   for (const KernelTable* table : tables()) {
-    for (unsigned changed :
-         {0x8040u | 0x1f80u, 0x6000u | 0x1f80u, 0x2000u | 0x1f80u}) {  // FTZ+DAZ, to zero, down
-      void* out[1];
-      float got[2];
-      out[0] = got;
-      const void* in[2] = {srcs[0].data(), srcs[1].data()};
-      const ReduceFn fn = get(table, DType::kFloat32, ReduceOp::kSum);
-      _mm_setcsr(changed);
-      fn(out, 1, in, 2, 2, 1);
-      const unsigned after = _mm_getcsr();
-      _mm_setcsr(before);
-      EXPECT_EQ(after & 0xffc0u, changed & 0xffc0u) << "not restored";
+    for (unsigned long changed : {kFlush, kToZero, kDown}) {
       uint32_t bits[2];
-      std::memcpy(bits, got, 8);
+      void* out[1] = {bits};
+      const ReduceFn fn = get(table, DType::kFloat32, ReduceOp::kSum);
+      set_float_control(changed);
+      fn(out, 1, in, 2, 2, 1);
+      const unsigned long after = float_control();
+      set_float_control(kNormal);
+      EXPECT_EQ(after, changed) << "not restored";
       EXPECT_EQ(bits[0], 2u) << table->name << ": a denormal sum was flushed";
       EXPECT_EQ(bits[1], 0x3f800001u) << table->name << ": not rounded to nearest";
     }
