@@ -20,43 +20,47 @@ using F32 = Vec<float, kFloats>;
 using I32 = Vec<int32_t, kFloats>;
 using U32 = Vec<uint32_t, kFloats>;
 
-template <int kExpBits, int kManBits, int kNanCode>
+PYCOMM_INLINE U32 splat(uint32_t v) { return U32{} + v; }
+
+// Bit patterns below are added and shifted as unsigned lanes (they may wrap); magnitudes, below 2^31, are
+// compared as signed lanes, which every instruction set can.
+template <int kExpBits, int kManBits, uint32_t kNanCode>
 PYCOMM_INLINE F32 decode_small(U32 code) {
   constexpr int kBias = (1 << (kExpBits - 1)) - 1;
-  constexpr int kShift = 23 - kManBits;
-  constexpr int kRebias = (127 - kBias) * (1 << 23);
-  constexpr int kMaxExp = (1 << kExpBits) - 1;
-  const I32 mag = (I32)(code & ((1u << (kExpBits + kManBits)) - 1));
+  constexpr uint32_t kRebias = (127u - kBias) << 23;
+  constexpr uint32_t kMaxExp = (1u << kExpBits) - 1;
+  const U32 mag = code & ((1u << (kExpBits + kManBits)) - 1);
   const U32 sign = (code >> (kExpBits + kManBits)) << 31;
-  const I32 shifted = mag << kShift;
-  I32 bits = shifted + kRebias;
+  const U32 shifted = mag << (23 - kManBits);
+  U32 bits = shifted + kRebias;
   if constexpr (kExpBits == 5) {  // has infinity: the largest exponent maps to 255
-    bits = mag >= (kMaxExp << kManBits) ? bits + (255 - kMaxExp - 127 + kBias) * (1 << 23) : bits;
+    bits = (I32)mag >= (I32)splat(kMaxExp << kManBits) ? bits + ((128u - kMaxExp + kBias) << 23) : bits;
   } else {
-    bits = mag == kNanCode ? (I32{} + 0x7fc00000) : bits;
+    bits = mag == kNanCode ? splat(0x7fc00000) : bits;
   }
-  constexpr int kOne = kRebias + (1 << 23);  // the exponent of subnormals
-  const F32 subnormal = (F32)(shifted + kOne) - (F32)(I32{} + kOne);
-  bits = mag < (1 << kManBits) ? (I32)subnormal : bits;
-  return (F32)((U32)bits | sign);
+  constexpr uint32_t kOne = kRebias + (1u << 23);  // the exponent of subnormals
+  const F32 subnormal = (F32)(shifted + kOne) - (F32)splat(kOne);
+  bits = (I32)mag < (I32)splat(1u << kManBits) ? (U32)subnormal : bits;
+  return (F32)(bits | sign);
 }
 
-template <int kExpBits, int kManBits, int kNanCode>
+template <int kExpBits, int kManBits, uint32_t kNanCode>
 PYCOMM_INLINE U32 encode_small(F32 value) {
   constexpr int kBias = (1 << (kExpBits - 1)) - 1;
   constexpr int kShift = 23 - kManBits;
   const U32 bits = (U32)value;
-  const I32 mag = (I32)(bits & 0x7fffffffu);
+  const U32 mag = bits & 0x7fffffffu;
   const U32 sign = (bits >> (31 - kExpBits - kManBits)) & (1u << (kExpBits + kManBits));
-  const I32 odd = (mag >> kShift) & 1;
-  const I32 normal = (mag + ((kBias - 127) * (1 << 23) + (1 << (kShift - 1)) - 1) + odd) >> kShift;
-  constexpr int kMagic = (127 + 24 - kBias - kManBits) << 23;
-  const I32 subnormal = (I32)((F32)mag + (F32)(I32{} + kMagic)) - kMagic;
-  I32 code = mag < ((128 - kBias) << 23) ? subnormal : normal;
-  constexpr int kLargest = kExpBits == 5 ? 31 << kManBits : kNanCode - 1;  // infinity, or 448
-  code = code < kLargest ? code : (I32{} + kLargest);
-  code = value != value ? (I32{} + kNanCode) : code;
-  return (U32)code | sign;
+  const U32 odd = (mag >> kShift) & 1;
+  constexpr uint32_t kRound = (1u << (kShift - 1)) - 1 - ((127u - kBias) << 23);
+  const U32 normal = (mag + kRound + odd) >> kShift;
+  constexpr uint32_t kMagic = (127u + 24 - kBias - kManBits) << 23;
+  const U32 subnormal = (U32)((F32)mag + (F32)splat(kMagic)) - kMagic;
+  U32 code = (I32)mag < (I32)splat((128u - kBias) << 23) ? subnormal : normal;
+  constexpr uint32_t kLargest = kExpBits == 5 ? 31u << kManBits : kNanCode - 1;  // infinity, or 448
+  code = (I32)code < (I32)splat(kLargest) ? code : splat(kLargest);
+  code = value != value ? splat(kNanCode) : code;
+  return code | sign;
 }
 
 // T is a machine type: memory and lanes are the same.
