@@ -12,8 +12,9 @@ PyTypeObject* tensor_type = nullptr;
 PyTypeObject* parameter_type = nullptr;
 const dlpack::ExchangeApi* api = nullptr;  // null: torch is too old, attributes are read instead
 PyObject* is_grad_enabled = nullptr;
-PyObject *str_is_neg, *str_is_conj, *str_requires_grad, *str_is_contiguous, *str_data_ptr, *str_numel,
-    *str_dtype, *str_device, *str_type;
+// Found once on the class: looking them up by name on every tensor costs as much as the calls.
+PyObject *is_neg = nullptr, *is_conj = nullptr, *requires_grad = nullptr;
+PyObject *str_is_contiguous, *str_data_ptr, *str_numel, *str_dtype, *str_device, *str_type;
 
 // The answer of a Python call or attribute as a truth value; -1 with an error set.
 int truth(PyObject* result) {
@@ -179,9 +180,9 @@ void bind_tensor_setup(PyObject* tensor, PyObject* parameter, PyObject* exchange
     if (a != nullptr && a->version.major == 1 && a->dltensor_from_py_object_no_sync != nullptr) api = a;
     PyErr_Clear();
   }
-  str_is_neg = PyUnicode_InternFromString("is_neg");
-  str_is_conj = PyUnicode_InternFromString("is_conj");
-  str_requires_grad = PyUnicode_InternFromString("requires_grad");
+  is_neg = PyObject_GetAttrString(tensor, "is_neg");
+  is_conj = PyObject_GetAttrString(tensor, "is_conj");
+  requires_grad = PyObject_GetAttrString(tensor, "requires_grad");
   str_is_contiguous = PyUnicode_InternFromString("is_contiguous");
   str_data_ptr = PyUnicode_InternFromString("data_ptr");
   str_numel = PyUnicode_InternFromString("numel");
@@ -200,16 +201,16 @@ Status view_tensor(PyObject* tensor, const char* what, bool written, TensorView*
   PYCOMM_RETURN_IF_ERROR(api != nullptr ? view_by_api(tensor, what, view, layout)
                                         : view_by_attributes(tensor, what, view, layout));
   // The lazy bits are not part of the memory: what lies there is not the tensor's value.
-  int lazy = truth(PyObject_CallMethodNoArgs(tensor, str_is_neg));
+  int lazy = truth(PyObject_Vectorcall(is_neg, &tensor, 1, nullptr));
   if (lazy == 0 && (view->dtype == DType::kComplex64 || view->dtype == DType::kComplex128)) {
-    lazy = truth(PyObject_CallMethodNoArgs(tensor, str_is_conj));
+    lazy = truth(PyObject_Vectorcall(is_conj, &tensor, 1, nullptr));
   }
   if (lazy < 0) return python_error(what);
   if (lazy > 0) *layout = Layout::kNeedsStaging;
   if (view->data == nullptr && view->n_elems > 0) {
     return Status::error(Code::kType, format("%s has no memory (a meta or fake tensor?)", what));
   }
-  const int needs_grad = truth(PyObject_GetAttr(tensor, str_requires_grad));
+  const int needs_grad = truth(Py_TYPE(requires_grad)->tp_descr_get(requires_grad, tensor, nullptr));
   if (needs_grad < 0) return python_error(what);
   if (needs_grad > 0) {
     const int recording = truth(PyObject_CallNoArgs(is_grad_enabled));

@@ -78,7 +78,10 @@ class Engine {
   };
   std::array<Until, kSlots>
       slot_free_{};  // peers must have entered this position, which they show in that slot
-  std::map<std::tuple<int, int, int, int>, std::unique_ptr<Plan>> plans_;
+  using PlanKey = std::tuple<int, int, int, int>;  // algorithm, root, n_chunks, mode
+  std::map<PlanKey, std::unique_ptr<Plan>> plans_;
+  PlanKey last_key_{-1, 0, 0, 0};
+  const Plan* last_plan_ = nullptr;
   std::vector<std::byte> scratch_;
   std::vector<const void*> srcs_;
   std::vector<void*> dsts_;

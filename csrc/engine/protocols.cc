@@ -47,12 +47,19 @@ Status Engine::run_direct(Run& run) {
 }
 
 Status Engine::plan_for(const Call& call, uint8_t algorithm, PlanMode mode, const Plan** out) {
-  auto& slot = plans_[{algorithm, call.sig.root, call.n_chunks, static_cast<int>(mode)}];
+  const PlanKey key{algorithm, call.sig.root, call.n_chunks, static_cast<int>(mode)};
+  // The same call as last time is the rule, and small calls feel the look-up.
+  if (key == last_key_) [[likely]] {
+    *out = last_plan_;
+    return Status();
+  }
+  auto& slot = plans_[key];
   if (slot == nullptr) {
     PYCOMM_RETURN_IF_ERROR(
         make_plan(catalog()[algorithm], rank_, n_, call.sig.root, call.n_chunks, mode, &slot));
   }
-  *out = slot.get();
+  last_key_ = key;
+  *out = last_plan_ = slot.get();
   return Status();
 }
 
