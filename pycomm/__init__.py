@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from pycomm.errors import CommError, CommTimeoutError, MismatchError, PeerLostError, ScheduleError
 
 if TYPE_CHECKING:
-    from pycomm.communicator import Communicator, init
+    from pycomm.communicator import Communicator
+    from pycomm.initialize import init
     from pycomm.work import Work
 
 _LAZY = {
     "Communicator": "pycomm.communicator",
-    "init": "pycomm.communicator",
+    "init": "pycomm.initialize",
     "Work": "pycomm.work",
 }
 

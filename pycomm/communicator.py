@@ -18,7 +18,6 @@ three the communicator has failed, and every later call raises the same.
 from __future__ import annotations
 
 import atexit
-import os
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -26,8 +25,9 @@ from typing import Any
 
 import torch
 
-from pycomm import _C, _setup, ops, rendezvous, tuning
+from pycomm import _C, _setup, ops, tuning
 from pycomm.errors import CommError
+from pycomm.point_to_point import PointToPoint
 from pycomm.staging import Staged, staged
 from pycomm.work import Work, _completer
 
@@ -58,7 +58,7 @@ def _numel(tensors: Tensors) -> int:
     return tensors.numel() if isinstance(tensors, torch.Tensor) else sum(t.numel() for t in tensors)
 
 
-class Communicator:
+class Communicator(PointToPoint):
     """The ranks that call collectives together; made by :func:`init`, :meth:`split` or :meth:`new_group`.
 
     Collectives run in program order, synchronous ones on the caller's thread when nothing is queued. Safe to
@@ -117,12 +117,8 @@ class Communicator:
             if held is not None:
                 held.write_back()
             return result
-        work = Work(done, (inputs, outputs, held), result, held.write_back if held is not None else None)
-        # The engine holds addresses only: a Work that its owner drops must live until it is done.
-        while self._works and self._works[0].is_completed():
-            self._works.popleft()
-        self._works.append(work)
-        return work
+        finish = held.write_back if held is not None else None
+        return self._keep(Work(done, (inputs, outputs, held), result, finish))
 
     def all_reduce(
         self,
@@ -297,58 +293,6 @@ class Communicator:
         """Returns when every rank has called it."""
         return self._call("barrier", None, None, None, **options)
 
-    # ---- point to point ---------------------------------------------------------------------------------
-
-    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, timeout: float | None = None) -> None:
-        """Sends to rank ``dst``; returns when the tensor may be changed. Independent of collectives."""
-        self._transfer(True, tensor, dst, tag, timeout, False)
-
-    def recv(
-        self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, timeout: float | None = None
-    ) -> int:
-        """Receives a tensor of this size and dtype from ``src`` (None: any rank); returns the source rank.
-
-        Messages match by (source, tag), in the order in which they were sent.
-
-        Raises:
-            MismatchError: the message has another size or dtype.
-        """
-        source: int = self._transfer(False, tensor, -1 if src is None else src, tag, timeout, False)
-        return source
-
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, timeout: float | None = None) -> Work:
-        """Like :meth:`send`, returning at once."""
-        work: Work = self._transfer(True, tensor, dst, tag, timeout, True)
-        return work
-
-    def irecv(
-        self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, timeout: float | None = None
-    ) -> Work:
-        """Like :meth:`recv`, returning at once; ``work.source()`` tells the sender."""
-        work: Work = self._transfer(False, tensor, -1 if src is None else src, tag, timeout, True)
-        return work
-
-    def _transfer(
-        self, send: bool, tensor: torch.Tensor, peer: int, tag: int, timeout: float | None, async_op: bool
-    ) -> Any:
-        seconds = 0.0 if timeout is None else float(timeout)
-        done = self._c.point_to_point(send, tensor, peer, tag, seconds, async_op)
-        held: Staged | None = None
-        if done is NotImplemented:
-            held = staged(tensor, None) if send else staged(None, tensor)
-            plain = held.inputs if send else held.outputs
-            done = self._c.point_to_point(send, plain, peer, tag, seconds, async_op)
-        finish = held.write_back if held is not None and not send else None
-        if not async_op:
-            if finish is not None:
-                finish()
-            return done
-        work = Work(done, (tensor, held), tensor, finish)
-        while self._works and self._works[0].is_completed():
-            self._works.popleft()
-        self._works.append(work)
-        return work
-
     # ---- memory, groups, life ---------------------------------------------------------------------------
 
     def empty(self, *shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -439,61 +383,6 @@ class Communicator:
     def __repr__(self) -> str:
         state = "failed" if self._c.failed else "closed" if self._c.closed else "open"
         return f"<pycomm.Communicator rank {self.rank} of {self.size}, {state}>"
-
-
-def _forced_algorithms() -> dict[str, str]:
-    """``PYCOMM_ALGORITHM``: "ring" (for all_reduce) or "all_reduce=ring,broadcast=chain"."""
-    text = os.environ.get("PYCOMM_ALGORITHM", "")
-    forced = {}
-    for item in filter(None, text.split(",")):
-        left, equals, right = item.partition("=")
-        collective, name = (left, right) if equals else ("all_reduce", left)
-        if collective not in KINDS or collective in ("all_to_all", "barrier"):
-            raise ValueError(f"PYCOMM_ALGORITHM: {collective!r} is not a collective with algorithms")
-        forced[collective] = name
-    return forced
-
-
-def init(
-    *,
-    store: Any = None,
-    group: Any = None,
-    rank: int | None = None,
-    size: int | None = None,
-    timeout: float = 300.0,
-) -> Communicator:
-    """Joins the other ranks of this job on this machine; every rank calls it.
-
-    Args:
-        store: a torch.distributed Store, with ``rank`` and ``size``.
-        group: a torch.distributed process group of any backend, whose ranks these become.
-        timeout: seconds to wait for the others here, and the default of every call.
-        With none of these, the environment says who this is: ``PYCOMM_RUN_DIR`` with RANK and WORLD_SIZE,
-        torchrun's variables, Open MPI's, Slurm's; or else this process is alone (one rank).
-
-    Returns:
-        The communicator of all ranks.
-
-    Raises:
-        ValueError: contradictory arguments or environment, or a rank on another machine.
-        CommTimeoutError: some ranks did not come; the message names them.
-
-    Example:
-        >>> import pycomm
-        >>> pycomm.init().size
-        1
-    """
-    if not timeout > 0:
-        raise ValueError(f"timeout must be positive seconds, got {timeout!r}")
-    forced = _forced_algorithms()
-    place = rendezvous.find(store, group, rank, size, timeout)
-    core = _C.Communicator.join(place.folder, place.rank, place.size, float(timeout), float(timeout))
-    core.deterministic = os.environ.get("PYCOMM_DETERMINISTIC", "0") not in ("", "0")
-    for collective, name in forced.items():
-        core.force_algorithm(KINDS[collective], name)
-    comm = Communicator(core)
-    tuning.load_or_measure(comm)
-    return comm
 
 
 @atexit.register

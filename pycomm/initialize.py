@@ -1,0 +1,64 @@
+"""``pycomm.init()``: from the environment to a communicator."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from pycomm import _C, rendezvous, tuning
+from pycomm.communicator import KINDS, Communicator
+
+
+def _forced_algorithms() -> dict[str, str]:
+    """``PYCOMM_ALGORITHM``: "ring" (for all_reduce) or "all_reduce=ring,broadcast=chain"."""
+    text = os.environ.get("PYCOMM_ALGORITHM", "")
+    forced = {}
+    for item in filter(None, text.split(",")):
+        left, equals, right = item.partition("=")
+        collective, name = (left, right) if equals else ("all_reduce", left)
+        if collective not in KINDS or collective in ("all_to_all", "barrier"):
+            raise ValueError(f"PYCOMM_ALGORITHM: {collective!r} is not a collective with algorithms")
+        forced[collective] = name
+    return forced
+
+
+def init(
+    *,
+    store: Any = None,
+    group: Any = None,
+    rank: int | None = None,
+    size: int | None = None,
+    timeout: float = 300.0,
+) -> Communicator:
+    """Joins the other ranks of this job on this machine; every rank calls it.
+
+    Args:
+        store: a torch.distributed Store, with ``rank`` and ``size``.
+        group: a torch.distributed process group of any backend, whose ranks these become.
+        timeout: seconds to wait for the others here, and the default of every call.
+        With none of these, the environment says who this is: ``PYCOMM_RUN_DIR`` with RANK and WORLD_SIZE,
+        torchrun's variables, Open MPI's, Slurm's; or else this process is alone (one rank).
+
+    Returns:
+        The communicator of all ranks.
+
+    Raises:
+        ValueError: contradictory arguments or environment, or a rank on another machine.
+        CommTimeoutError: some ranks did not come; the message names them.
+
+    Example:
+        >>> import pycomm
+        >>> pycomm.init().size
+        1
+    """
+    if not timeout > 0:
+        raise ValueError(f"timeout must be positive seconds, got {timeout!r}")
+    forced = _forced_algorithms()
+    place = rendezvous.find(store, group, rank, size, timeout)
+    core = _C.Communicator.join(place.folder, place.rank, place.size, float(timeout), float(timeout))
+    core.deterministic = os.environ.get("PYCOMM_DETERMINISTIC", "0") not in ("", "0")
+    for collective, name in forced.items():
+        core.force_algorithm(KINDS[collective], name)
+    comm = Communicator(core)
+    tuning.load_or_measure(comm)
+    return comm
