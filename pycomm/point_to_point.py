@@ -13,7 +13,7 @@ from pycomm.work import Work
 
 
 class PointToPoint:
-    """What a communicator offers between two ranks; tensors as for collectives, ``tag`` any 32-bit integer."""
+    """What a communicator offers between two ranks; tensors as for collectives, ``tag`` 32 bits."""
 
     _c: _C.Communicator
     _works: deque[Work]

@@ -2,8 +2,8 @@
 
 A selection table has, for each collective, rows (at most so many bytes, algorithm, algorithm when all tensors
 are in the arena, tile bytes). At the first use on a machine :func:`pycomm.init` measures for at most a second
-and writes the table under ``$PYCOMM_CACHE_DIR`` (or the user's cache folder); later jobs of the same number of
-ranks and cores read it. Rank 0 alone reads, decides and writes; the others get its table. ``PYCOMM_TUNE=off``
+and writes the table under ``$PYCOMM_CACHE_DIR`` (or the user's cache folder); later jobs with as many ranks
+and cores read it. Rank 0 alone reads, decides and writes; the others get its table. ``PYCOMM_TUNE=off``
 keeps the built-in defaults; ``pycomm tune`` measures anew and prints the table.
 """
 
