@@ -16,11 +16,13 @@ from pycomm.errors import CommError, CommTimeoutError, MismatchError, PeerLostEr
 
 if TYPE_CHECKING:
     from pycomm.communicator import Communicator
+    from pycomm.ddp import DistributedDataParallel
     from pycomm.initialize import init
     from pycomm.work import Work
 
 _LAZY = {
     "Communicator": "pycomm.communicator",
+    "DistributedDataParallel": "pycomm.ddp",
     "init": "pycomm.initialize",
     "Work": "pycomm.work",
 }
@@ -29,6 +31,7 @@ __all__ = [
     "CommError",
     "CommTimeoutError",
     "Communicator",
+    "DistributedDataParallel",
     "MismatchError",
     "PeerLostError",
     "ScheduleError",

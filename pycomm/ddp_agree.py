@@ -1,0 +1,93 @@
+"""Before training: every rank has the same module, and then the same values.
+
+Ranks compare a digest of what must agree; only when digests differ do they exchange the full lines, so that
+every rank can name the first line that differs. No pickle is involved.
+
+*Memory order*: the permutation of dimensions that makes a dense tensor contiguous (channels_last weights).
+What travels is the tensor in the memory order of its parameter, so that nothing is rearranged for it; the
+order is one of the things that must agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from pycomm.communicator import Communicator
+
+__all__ = ["broadcast_tensors", "check_agreement", "describe", "in_memory_order", "memory_order"]
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The permutation that makes ``tensor`` contiguous; None when it is, or when there is none.
+
+    Example:
+        >>> memory_order(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last))
+        (0, 2, 3, 1)
+    """
+    if tensor.is_contiguous():
+        return None
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def in_memory_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """A view of ``tensor`` whose logical order is ``order``; contiguous where the tensor lies so."""
+    return tensor if order is None else tensor.permute(order)
+
+
+def describe(what: str, name: str, tensor: Tensor) -> str:
+    """A line that is equal on two ranks when the tensors are alike in all but their values."""
+    order = memory_order(tensor)
+    laid_out = "" if order is None else f", memory order {order}"
+    return f"{what} '{name}' of {tensor.dtype} {tuple(tensor.shape)}{laid_out}"
+
+
+def check_agreement(comm: Communicator, who: str, lines: Sequence[str]) -> None:
+    """Raises the same error on every rank unless all ranks have the same lines. Collective.
+
+    Raises:
+        ValueError: names the first line that differs and the ranks that have it.
+    """
+    text = "\n".join(lines).encode()
+    mine = torch.tensor(
+        list(hashlib.blake2b(text, digest_size=16).digest()) + _as_bytes(len(text)), dtype=torch.uint8
+    )
+    everyone = torch.empty(comm.size, mine.numel(), dtype=torch.uint8)
+    comm.all_gather(everyone, mine)
+    if bool((everyone == everyone[0]).all()):
+        return
+    lengths = [int.from_bytes(bytes(row[16:].tolist()), "little") for row in everyone]
+    texts = torch.empty(sum(lengths), dtype=torch.uint8)
+    comm.all_gather(texts, torch.tensor(list(text), dtype=torch.uint8), counts=lengths)
+    parts = torch.split(texts, lengths)
+    theirs = [bytes(part.tolist()).decode().split("\n") for part in parts]
+    for line in range(max(len(part) for part in theirs)):
+        at_line = [part[line] if line < len(part) else "nothing more" for part in theirs]
+        differing = [rank for rank, found in enumerate(at_line) if found != at_line[0]]
+        if differing:
+            others = ", ".join(f"rank {rank} has {at_line[rank]}" for rank in differing[:4])
+            raise ValueError(
+                f"{who}: ranks differ at line {line} of {max(len(part) for part in theirs)}: "
+                f"rank 0 has {at_line[0]}; {others}{' …' if len(differing) > 4 else ''}. "
+                "Every rank must build the same module, with its parameters in the same order, and give the "
+                "same arguments"
+            )
+    raise AssertionError(f"{who}: digests differ but lines do not")
+
+
+def _as_bytes(n: int) -> list[int]:
+    return list(n.to_bytes(8, "little"))
+
+
+def broadcast_tensors(comm: Communicator, tensors: Iterable[Tensor]) -> None:
+    """Gives every rank the values of rank 0: one coalesced broadcast for each dtype. Collective."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        plain = tensor.detach()
+        by_dtype.setdefault(tensor.dtype, []).append(in_memory_order(plain, memory_order(plain)))
+    for group in by_dtype.values():
+        comm.broadcast(group, src=0)
