@@ -9,4 +9,5 @@ PYBIND11_MODULE(_C, m) {
   pycomm::bind_kernels(m);
   pycomm::bind_bucket(m);
   pycomm::bind_engine(m);
+  pycomm::bind_probe(m);
 }

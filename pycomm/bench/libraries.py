@@ -1,0 +1,217 @@
+"""How each library is called: bind a collective to one slot's tensors, get a function of no arguments.
+
+``bind`` returns None where a library has no such call (gloo's all_reduce exists only in place): then that cell
+of the table stays empty. Everything that can be done before the clock starts is done in ``bind`` (numpy views
+for MPI, lists of blocks for torch), which is at least as kind to the peers as a user's program would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+import pycomm
+from pycomm.bench.buffers import Memory, Slots
+from pycomm.bench.control import load_mpi
+from pycomm.bench.exact import PREMUL_FACTOR
+
+__all__ = ["Gloo", "Library", "Mpi", "Pycomm"]
+
+Call = Callable[[], object]
+
+
+class Library(Protocol):
+    """What is measured: a name for the table, memory to work on, and calls."""
+
+    name: str
+    memory: Memory
+
+    def bind(self, slots: Slots, k: int) -> Call | None:
+        """The collective on slot ``k``, or None where the library has no such call."""
+
+
+class Pycomm:
+    """pycomm itself, on ordinary tensors or on arena tensors."""
+
+    name = "pycomm"
+
+    def __init__(self, comm: Any, memory: Memory, algorithm: str | None) -> None:
+        """``comm`` is a ``pycomm.Communicator`` over all ranks."""
+        self._comm, self.memory = comm, memory
+        self._options = {} if algorithm is None else {"algorithm": algorithm}
+
+    @staticmethod
+    def init() -> Any:
+        """A communicator over the control group's ranks."""
+        return pycomm.init(group=dist.group.WORLD)
+
+    @staticmethod
+    def arena(comm: Any, n_bytes: int) -> Memory:
+        """Memory in the shared arena of ``comm``."""
+        return Memory("arena", comm.empty(n_bytes, torch.uint8), comm.empty(n_bytes, torch.uint8))
+
+    def bind(self, slots: Slots, k: int) -> Call | None:
+        """See ``Library.bind``."""
+        shape, comm, options = slots.contents.shape, self._comm, self._options
+        data, out = slots.pairs[k]
+        root, me, n = shape.root, shape.rank, shape.n_ranks
+        op: Any = slots.contents.op
+        if op == "premul_sum":
+            op = ("premul_sum", PREMUL_FACTOR)
+        match shape.collective:
+            case "all_reduce":
+                if slots.place == "in":
+                    return partial(comm.all_reduce, data, op, **options)
+                return partial(comm.all_reduce, data, op, out=out, **options)
+            case "reduce":
+                if slots.place == "in" or me != root:
+                    return partial(comm.reduce, data, root, op, **options)
+                return partial(comm.reduce, data, root, op, out=out, **options)
+            case "reduce_scatter":
+                return partial(comm.reduce_scatter, out, data, op, **options)
+            case "all_gather":
+                return partial(comm.all_gather, out, data, **options)
+            case "broadcast":
+                return partial(comm.broadcast, data, root, **options)
+            case "gather":
+                return partial(comm.gather, data, out if me == root else None, root, **options)
+            case "scatter":
+                return partial(comm.scatter, out, data if me == root else None, root, **options)
+            case "all_to_all":
+                return partial(comm.all_to_all, out, data)
+            case "sendrecv":
+                to, source = (me + 1) % n, (me - 1) % n
+
+                def send_and_recv() -> None:
+                    work = comm.irecv(out, source)
+                    comm.send(data, to)
+                    work.wait()
+
+                return send_and_recv
+        raise ValueError(f"pycomm: no call for collective {shape.collective!r}")
+
+
+class Gloo:
+    """gloo through torch.distributed, on ordinary tensors."""
+
+    name = "gloo"
+
+    _OPS = {
+        "sum": dist.ReduceOp.SUM,
+        "product": dist.ReduceOp.PRODUCT,
+        "min": dist.ReduceOp.MIN,
+        "max": dist.ReduceOp.MAX,
+        "avg": dist.ReduceOp.AVG,
+        "band": dist.ReduceOp.BAND,
+        "bor": dist.ReduceOp.BOR,
+        "bxor": dist.ReduceOp.BXOR,
+    }
+
+    def __init__(self, memory: Memory) -> None:
+        """Uses the default process group, which is gloo."""
+        self.memory = memory
+
+    def bind(self, slots: Slots, k: int) -> Call | None:
+        """See ``Library.bind``."""
+        shape = slots.contents.shape
+        data, out = slots.pairs[k]
+        root, me, n = shape.root, shape.rank, shape.n_ranks
+        op: Any = self._OPS.get(slots.contents.op)
+        match shape.collective:
+            case "all_reduce":
+                return partial(dist.all_reduce, data, op) if op and slots.place == "in" else None
+            case "reduce":
+                return partial(dist.reduce, data, root, op) if op and slots.place == "in" else None
+            case "reduce_scatter":
+                return partial(dist.reduce_scatter_tensor, out, data, op) if op else None
+            case "all_gather":
+                return partial(dist.all_gather_into_tensor, out, data)
+            case "broadcast":
+                return partial(dist.broadcast, data, root)
+            case "gather":
+                return partial(dist.gather, data, list(out.chunk(n)) if me == root else None, root)
+            case "scatter":
+                return partial(dist.scatter, out, list(data.chunk(n)) if me == root else None, root)
+            case "all_to_all":
+                return partial(dist.all_to_all_single, out, data)
+            case "sendrecv":
+                to, source = (me + 1) % n, (me - 1) % n
+
+                def send_and_recv() -> None:
+                    work = dist.isend(data, to)
+                    dist.recv(out, source)
+                    if work is not None:
+                        work.wait()
+
+                return send_and_recv
+        raise ValueError(f"gloo: no call for collective {shape.collective!r}")
+
+
+class Mpi:
+    """MPI through mpi4py, on ordinary tensors (as numpy arrays that share their memory)."""
+
+    name = "mpi"
+
+    _OPS = {
+        "sum": "SUM",
+        "product": "PROD",
+        "min": "MIN",
+        "max": "MAX",
+        "band": "BAND",
+        "bor": "BOR",
+        "bxor": "BXOR",
+    }
+
+    def __init__(self, memory: Memory) -> None:
+        """Needs ranks that mpirun started."""
+        self.memory = memory
+        self._mpi = load_mpi()
+        self._comm = self._mpi.COMM_WORLD
+
+    def bind(self, slots: Slots, k: int) -> Call | None:
+        """See ``Library.bind``."""
+        shape, comm, mpi = slots.contents.shape, self._comm, self._mpi
+        reduces = shape.collective in ("all_reduce", "reduce", "reduce_scatter")
+        data, out = (_array(t, reduces) for t in slots.pairs[k])
+        op = self._OPS.get(slots.contents.op)
+        if data is None or out is None or (reduces and op is None):
+            return None
+        mpi_op = getattr(mpi, op) if op else None
+        in_place, root, n = slots.place == "in", shape.root, shape.n_ranks
+        is_root = shape.rank == root
+        match shape.collective:
+            case "all_reduce":
+                return partial(comm.Allreduce, mpi.IN_PLACE if in_place else data, out, mpi_op)
+            case "reduce":
+                sent = mpi.IN_PLACE if in_place and is_root else data
+                return partial(comm.Reduce, sent, out if is_root else None, mpi_op, root)
+            case "reduce_scatter":
+                if in_place:  # MPI leaves the block at the start of the buffer, not where it belongs
+                    return None
+                return partial(comm.Reduce_scatter_block, data, out, mpi_op)
+            case "all_gather":
+                return partial(comm.Allgather, mpi.IN_PLACE if in_place else data, out)
+            case "broadcast":
+                return partial(comm.Bcast, data, root)
+            case "gather":
+                return partial(comm.Gather, data, out if is_root else None, root)
+            case "scatter":
+                return partial(comm.Scatter, data if is_root else None, out, root)
+            case "all_to_all":
+                return partial(comm.Alltoall, data, out)
+            case "sendrecv":
+                to, source = (shape.rank + 1) % n, (shape.rank - 1) % n
+                return partial(comm.Sendrecv, data, to, 0, out, source, 0)
+        raise ValueError(f"mpi: no call for collective {shape.collective!r}")
+
+
+def _array(tensor: torch.Tensor, reduces: bool) -> Any:
+    """The tensor as a numpy array; its bytes when numpy lacks the dtype and nothing is reduced, else None."""
+    try:
+        return tensor.numpy()
+    except TypeError:
+        return None if reduces else tensor.view(torch.uint8).numpy()
