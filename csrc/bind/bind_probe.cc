@@ -40,8 +40,10 @@ double seconds_per_exchange(Probe& probe, int n_exchanges) {
 }  // namespace
 
 void bind_probe(py::module_& m) {
-  py::class_<OpaquePlan>(m, "ProbePlan");
-  py::class_<Probe>(m, "Probe", py::buffer_protocol())
+  // Python's own metaclass instead of pybind11's, so that the classes look as _C.pyi says (stubtest).
+  const py::metaclass plain_type(reinterpret_cast<PyObject*>(&PyType_Type));
+  py::class_<OpaquePlan>(m, "ProbePlan", plain_type);
+  py::class_<Probe>(m, "Probe", plain_type, py::buffer_protocol())
       .def(py::init([](int rank, int n_ranks, uint64_t n_bytes) {
              std::unique_ptr<Probe> probe;
              throw_if_error(Probe::create(rank, n_ranks, n_bytes, &probe));

@@ -1,16 +1,17 @@
 """The bench: nccl-tests' table for pycomm, its peers (gloo, Open MPI) and the memory's limit, in one run.
 
-Reading order: ``options`` (what is asked), ``collectives`` (what each collective moves and what its result
-must be), ``buffers`` (memory that is rewritten before each timed call), ``libraries`` (how each library is
-called), ``timing`` (the clock), ``worker`` (one rank), ``launch`` (all ranks), ``report``, ``table``, ``plot``.
+Reading order: ``options`` (what is asked), ``collectives`` (what each one moves), ``exact`` (inputs and right
+results), ``buffers`` (memory that is rewritten before each timed call), ``libraries`` (how each library is
+called), ``limit`` (the memory probe), ``timing`` (the clock), ``control`` and ``worker`` (one rank),
+``launch`` (all ranks), ``report``, ``table``, ``plot``.
 
-Words: a *library* is pycomm, a peer, or the limit; a *place* is ``out`` (of place) or ``in`` (place); a *case*
-is one library, buffer kind and place at one size; *dirtied* means that every rank rewrites the buffers just
-before each timed call, outside of the timed region, and *hot* that calls are looped on the same buffers.
+Words: a *library* is pycomm, a peer, or the limit; a *place* is ``out`` (of place) or ``in`` (place); a
+*case* is one library, buffer kind and place at one size; *dirtied* means that every rank rewrites the buffers
+just before each timed call, outside of the timed region, *hot* that calls are looped on the same buffers.
 
 Example:
     >>> from pycomm.bench import Options, launch
-    >>> report = launch(Options(collective="all_reduce", max_bytes=1 << 16, peers=("gloo",)))  # doctest: +SKIP
+    >>> report = launch(Options(max_bytes=1 << 16, peers=("gloo",)))  # doctest: +SKIP
     >>> report.rows[0].find("gloo").busbw  # doctest: +SKIP
 """
 

@@ -55,7 +55,7 @@ class Control:
         """
         launcher = launched_by()
         if launcher is None:
-            raise RuntimeError("bench: no ranks here: neither RANK and WORLD_SIZE nor Open MPI's variables are set")
+            raise RuntimeError("bench: no ranks here: neither RANK nor OMPI_COMM_WORLD_RANK is set")
         by_mpi = "OMPI_COMM_WORLD_RANK" in os.environ and launcher != "torchrun"
         self.rank = int(os.environ["OMPI_COMM_WORLD_RANK" if by_mpi else "RANK"])
         self.n_ranks = int(os.environ["OMPI_COMM_WORLD_SIZE" if by_mpi else "WORLD_SIZE"])
@@ -64,14 +64,17 @@ class Control:
             dist.init_process_group("gloo", timeout=timeout)
         else:
             path = os.environ.get(STORE_VARIABLE) or _mpi_store_path(self.rank)
-            file_store = dist.FileStore(path, self.n_ranks)
             dist.init_process_group(
-                "gloo", store=file_store, rank=self.rank, world_size=self.n_ranks, timeout=timeout
+                "gloo",
+                init_method=f"file://{path}",
+                rank=self.rank,
+                world_size=self.n_ranks,
+                timeout=timeout,
             )
         self._store = dist.distributed_c10d._get_default_store()
         hosts = self.exchange("host", _host())
         if len(set(hosts)) != 1:
-            raise RuntimeError(f"bench: ranks are on several hosts ({hosts}); the limit needs one shared memory")
+            raise RuntimeError(f"bench: ranks on several hosts ({hosts}), but the limit is one's memory")
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""

@@ -48,27 +48,35 @@ _COMBINE: dict[str, Callable[[Integers, Integers], Integers]] = {
 def _one_period(rank: int, n_ranks: int, op: str | None, dtype: torch.dtype) -> Integers:
     """One period of what ``rank`` puts in (int64, shape [PERIOD]); ``op`` is None when nothing is reduced."""
     i = np.arange(PERIOD, dtype=np.int64)
-    turn = ((i + rank) % n_ranks == 0).astype(np.int64)  # one rank's turn at each element
+    turn: Integers = ((i + rank) % n_ranks == 0).astype(np.int64)  # one rank's turn at each element
     if dtype is torch.bool:
-        return (i * 7 + i // 5 + rank * 3) % 2
+        return _mixed(rank, 2)
     if op == "product":
-        return 1 + turn
+        turn += 1
+        return turn
     n_values = 8
     if op in ("sum", "avg", "premul_sum"):
         largest = _LARGEST_EXACT.get(dtype, 1 << 15)
         n_values = min(8, largest // (n_ranks * (2 if op == "premul_sum" else 1)) + 1)
         if n_values < 2:
             return turn
-    return (i * 7 + i // 5 + rank * 3) % n_values
+    return _mixed(rank, n_values)
+
+
+def _mixed(rank: int, n_values: int) -> Integers:
+    i = np.arange(PERIOD, dtype=np.int64)
+    mixed: Integers = (i * 7 + i // 5 + rank * 3) % n_values
+    return mixed
 
 
 def _reduced_period(n_ranks: int, op: str, dtype: torch.dtype) -> npt.NDArray[np.float64]:
     if dtype is torch.bool:
         op = {"sum": "bor", "max": "bor", "product": "band", "min": "band"}.get(op, op)
     total = functools.reduce(_COMBINE[op], [_one_period(r, n_ranks, op, dtype) for r in range(n_ranks)])
-    scale = {"avg": 1 / n_ranks, "premul_sum": PREMUL_FACTOR}.get(op, 1.0)
-    # division, not a product with 1/n: the average is the exact sum divided once
-    return total / n_ranks if op == "avg" else total * scale
+    result = total.astype(np.float64)
+    if op == "avg":
+        return result / n_ranks
+    return result * PREMUL_FACTOR if op == "premul_sum" else result
 
 
 def _spread(period: npt.NDArray[np.generic], start: int, count: int, dtype: torch.dtype) -> torch.Tensor:

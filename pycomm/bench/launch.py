@@ -1,8 +1,8 @@
 """Starts the ranks of a bench run, or becomes one of them under torchrun or mpirun.
 
 Own ranks are subprocesses with a private run folder (0700) that holds the file rendezvous; with the mpi peer
-they are started by ``mpirun``, all libraries in the same processes so that they can be interleaved. A rank that
-fails ends the run: the others are terminated and its last words are in the error.
+they are started by ``mpirun``, all libraries in the same processes so that they can be interleaved. A rank
+that fails ends the run: the others are terminated and its last words are in the error.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def launch(options: Options, *, quiet: bool = False) -> Report | None:
 
     Raises:
         ValueError: an option is out of range for these ranks.
-        RuntimeError: a rank failed (its output is quoted), the run took far longer than ``max_seconds``, or the
-            mpi peer is asked for without mpi4py or Open MPI's mpirun.
+        RuntimeError: a rank failed (its output is quoted), the run took far longer than ``max_seconds``, or
+            the mpi peer is asked for without mpi4py or Open MPI's mpirun.
     """
     if launched_by() is not None:
         from pycomm.bench import worker
@@ -80,7 +80,8 @@ def _mpirun(n_ranks: int) -> list[str]:
         version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
     if mpirun is None or "Open MPI" not in version:
         raise RuntimeError(
-            f"bench: the mpi peer needs Open MPI's mpirun on PATH; found {mpirun or 'none'} ({version.strip()[:60]})"
+            "bench: the mpi peer needs Open MPI's mpirun on PATH; "
+            f"found {mpirun or 'none'} ({version.strip()[:60]})"
         )
     # unbound, since gloo and pycomm have threads beside the caller's
     command = [mpirun, "--oversubscribe", "--bind-to", "none", "-np", str(n_ranks)]

@@ -1,15 +1,15 @@
 """How each library is called: bind a collective to one slot's tensors, get a function of no arguments.
 
-``bind`` returns None where a library has no such call (gloo's all_reduce exists only in place): then that cell
-of the table stays empty. Everything that can be done before the clock starts is done in ``bind`` (numpy views
-for MPI, lists of blocks for torch), which is at least as kind to the peers as a user's program would be.
+``bind`` returns None where a library has no such call (gloo's all_reduce exists only in place): then that
+cell of the table stays empty. Everything that can be done before the clock starts is done in ``bind`` (numpy
+views for MPI, lists of blocks for torch), at least as kind to the peers as a user's program would be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -100,7 +100,7 @@ class Gloo:
 
     name = "gloo"
 
-    _OPS = {
+    _OPS: ClassVar = {
         "sum": dist.ReduceOp.SUM,
         "product": dist.ReduceOp.PRODUCT,
         "min": dist.ReduceOp.MIN,
@@ -156,7 +156,7 @@ class Mpi:
 
     name = "mpi"
 
-    _OPS = {
+    _OPS: ClassVar = {
         "sum": "SUM",
         "product": "PROD",
         "min": "MIN",

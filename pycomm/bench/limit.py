@@ -1,8 +1,9 @@
 """The limit: each collective as nothing but its memory traffic, on shared pages, in the same run.
 
-Every rank maps every other rank's buffers (``pycomm._C.Probe``, csrc/engine/probe.h) and does its share of the
-reads, additions and writes straight on them, in float32 whatever the dtype (the same bytes), then one exchange
-of flags. The probe also gives the start line of every timed call, whoever is measured, and the regime probe.
+Every rank maps every other rank's buffers (``pycomm._C.Probe``, csrc/engine/probe.h) and does its share of
+the reads, additions and writes straight on them, in float32 whatever the dtype (the same bytes), then one
+exchange of flags. The probe also gives the start line of every timed call, whoever is measured, and the
+regime probe.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """Bytes written as in nccl-tests: ``4``, ``64K``, ``1.5M``, ``1G`` (also ``KiB``, ``MB``…), powers of 1024.
+    """Bytes as in nccl-tests: ``4``, ``64K``, ``1.5M``, ``1G`` (also ``KiB``, ``MB``), powers of 1024.
 
     Raises:
         ValueError: ``text`` is not such a size.
@@ -59,7 +59,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(n_bytes: int) -> str:
-    """The shortest exact spelling of a byte count: ``format_size(1 << 20) == "1M"``, ``format_size(6) == "6"``."""
+    """The shortest exact spelling of a byte count: ``1M`` for 1 << 20, ``6`` for 6."""
     for unit in ("G", "M", "K"):
         if n_bytes >= _UNITS[unit] and n_bytes % _UNITS[unit] == 0:
             return f"{n_bytes // _UNITS[unit]}{unit}"

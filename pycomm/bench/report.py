@@ -24,7 +24,7 @@ class Measurement:
         library: ``pycomm``, ``gloo``, ``mpi`` or ``limit`` (the zero-copy memory probe).
         buffer: ``ordinary``, ``arena``, or ``probe`` for the limit's own shared pages.
         place: ``out`` or ``in``.
-        time_us: median of a call on dirtied buffers; ``best_us`` and ``p90_us`` its minimum and 90th percentile.
+        time_us: median of a call on dirtied buffers; ``best_us``, ``p90_us``: minimum and 90th percentile.
         hot_us: median of a call in a loop on the same buffers.
         n_samples: timed iterations behind ``time_us``.
         algbw, busbw, hot_busbw: GB/s, of the medians.

@@ -1,7 +1,7 @@
 """nccl-tests' table as text: the header, the lines of one size, and the closing figures.
 
-One line for each size and kind of pycomm's buffers: nccl-tests' columns out of place and in place, each with a
-hot column; then every peer's fastest call and ``x``, its time divided by pycomm's in the same run.
+One line for each size and kind of pycomm's buffers: nccl-tests' columns out of place and in place, each with
+a hot column; then every peer's fastest call and ``x``, its time divided by pycomm's in the same run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def header(report: Report) -> str:
     groups = f"{'out-of-place':^43}  {'in-place':^43}"
     columns = f"{'time':>9} {'algbw':>7} {'busbw':>7} {'#wrong':>7} {'hot':>9}"
     units = f"{'(us)':>9} {'(GB/s)':>7} {'(GB/s)':>7} {'':>7} {'(us)':>9}"
-    first, second, third = f"{'':64}  {groups}", f"{_names()}  {columns}  {columns}", f"{_units()}  {units}  {units}"
+    first = f"{'':64}  {groups}"
+    second = f"{_names()}  {columns}  {columns}"
+    third = f"{_units()}  {units}  {units}"
     for peer in options.peers:
         first += f"  {peer:^26}"
         second += f"  {'time':>9} {'busbw':>7} {'x':>8}"
@@ -35,8 +37,8 @@ def header(report: Report) -> str:
         f"# {options.collective}, {report.n_ranks} ranks, {options.dtype}"
         + (f", {options.op}" if options.collective in REDUCES else ""),
         f"# {machine}",
-        "# time: median over iterations of the slowest rank's own time, all buffers rewritten before each call;",
-        "# hot: the same in a loop without rewriting; x: peer's fastest time / pycomm's in place (else out of place)",
+        "# time: median over iterations of the slowest rank's own time, buffers rewritten before each call;",
+        "# hot: in a loop without rewriting; x: peer's fastest time / pycomm's in place (else out of place)",
         "#",
         f"#{first}",
         f"#{second}",
@@ -99,10 +101,10 @@ def footer(report: Report) -> str:
     n_wrong = report.n_wrong()
     lines = ["#", *_limit_lines(report), "#", *_regime_lines(report)]
     lines.append(f"# wrong elements: {n_wrong} {'OK' if n_wrong == 0 else 'FAILED'}")
-    for m in _wrong_peers(report):
-        lines.append(f"#   {m}")
+    lines += [f"#   {line}" for line in _wrong_lines(report)]
     for kind in report.options.buffers:
-        busbw = [m.busbw for row in report.rows if (m := row.find("pycomm", kind)) is not None]
+        found = [row.find("pycomm", kind) for row in report.rows]
+        busbw = [m.busbw for m in found if m is not None]
         if busbw:
             lines.append(f"# average bus bandwidth, {kind}: {statistics.mean(busbw):.3f} GB/s")
     lines += [f"# note: {note}" for note in report.notes]
@@ -121,7 +123,8 @@ def _limit_lines(report: Report) -> list[str]:
         limit = row.find("limit", place="in") or row.find("limit")
         if limit is None:
             continue
-        line = f"#{row.n_bytes:>12}  {_number(limit.time_us):>10} {limit.busbw:>7.2f} {_number(limit.hot_us):>9}"
+        line = f"#{row.n_bytes:>12}  {_number(limit.time_us):>10} {limit.busbw:>7.2f}"
+        line += f" {_number(limit.hot_us):>9}"
         for library, kind in libraries:
             ours = row.find(library, kind, "in") or row.find(library, kind)
             bound = row.find("limit", place=ours.place) if ours else None
@@ -141,12 +144,13 @@ def _regime_lines(report: Report) -> list[str]:
     exchange, fresh = [r.exchange_us for r in regimes], [r.fresh_256k_us for r in regimes]
     n_near = sum(us < NEAR_EXCHANGE_US for us in exchange)
     return [
-        f"# regime before each size: flag exchange {min(exchange):.2f} - {max(exchange):.2f} us, fresh 256 KiB"
-        f" {min(fresh):.1f} - {max(fresh):.1f} us; {n_near} of {len(regimes)} near (below {NEAR_EXCHANGE_US} us)"
+        f"# regime before each size: flag exchange {min(exchange):.2f} - {max(exchange):.2f} us,"
+        f" fresh 256 KiB {min(fresh):.1f} - {max(fresh):.1f} us;"
+        f" {n_near} of {len(regimes)} near (exchange below {NEAR_EXCHANGE_US} us)"
     ]
 
 
-def _wrong_peers(report: Report) -> list[str]:
+def _wrong_lines(report: Report) -> list[str]:
     return [
         f"{m.library} ({m.buffer}, {m.place} of place) at {row.n_bytes} bytes: {m.wrong} wrong"
         for row in report.rows

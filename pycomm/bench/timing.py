@@ -77,7 +77,7 @@ class Case:
 def measure(
     cases: list[Case], control: Control, gate: Gate, n_iters: int, n_warmup: int, budget_s: float
 ) -> None:
-    """Fills every case's samples; collective, with the same arguments. The cases have been called at least once.
+    """Fills every case's samples; collective, with the same arguments, on cases that were called once.
 
     After it ``dirtied_ns`` and ``hot_ns`` hold, on every rank, the largest over ranks of each sample.
     """
@@ -103,9 +103,7 @@ def measure(
         case.wrong = wrong
 
 
-def _warm_up(
-    case: Case, control: Control, gate: Gate, n_iters: int, n_warmup: int, budget_s: float
-) -> None:
+def _warm_up(case: Case, control: Control, gate: Gate, n_iters: int, n_warmup: int, budget_s: float) -> None:
     start = time.perf_counter()
     call_ns = case.batch(gate)
     batch_s = time.perf_counter() - start  # with the rewriting

@@ -1,4 +1,4 @@
-"""One rank of a bench run: joins the others, sweeps the sizes, and on rank 0 prints rows and returns the report.
+"""One rank of a bench run: joins the others, sweeps the sizes, on rank 0 prints rows and returns the report.
 
 Run as a module it is what the launcher starts: ``python -m pycomm.bench.worker RUN_DIR`` reads
 ``RUN_DIR/options.json`` and rank 0 writes ``RUN_DIR/report.json``.
@@ -32,6 +32,7 @@ from pycomm.bench.timing import Case, measure
 __all__ = ["run"]
 
 _CONTROL_TIMEOUT_S = 120.0
+_PACKAGE = "pycomm-collectives"
 
 
 def run(options: Options) -> Report | None:
@@ -46,7 +47,7 @@ def run(options: Options) -> Report | None:
     """
     torch.set_num_threads(1)
     if "mpi" in options.peers and "OMPI_COMM_WORLD_RANK" not in os.environ:
-        raise RuntimeError("bench: the mpi peer needs ranks started by Open MPI's mpirun (the launcher does that)")
+        raise RuntimeError("bench: the mpi peer needs ranks that Open MPI's mpirun started (not torchrun)")
     control = Control(_CONTROL_TIMEOUT_S)
     try:
         if options.root >= control.n_ranks:
@@ -127,7 +128,9 @@ class _Sweep:
         gate = self.limit.probe.exchange
         measure(cases, control, gate, options.n_iters, options.n_warmup, budget_s)
         factor = bus_factor(options.collective, control.n_ranks)
-        return Row(real_bytes, shape.count, regime, [_measurement(case, real_bytes, factor) for case in cases])
+        return Row(
+            real_bytes, shape.count, regime, [_measurement(case, real_bytes, factor) for case in cases]
+        )
 
     def _try(self, library: Library, slots: Slots) -> Case | None:
         """Binds and makes a first, checked batch; None (and a note) when a peer lacks this call."""
@@ -185,7 +188,7 @@ def _machine(options: Options) -> dict[str, str]:
         "torch": torch.__version__,
     }
     if options.buffers:
-        machine["pycomm"] = importlib.metadata.version("pycomm") if _installed("pycomm") else "source tree"
+        machine["pycomm"] = importlib.metadata.version(_PACKAGE) if _installed(_PACKAGE) else "source tree"
     if "mpi" in options.peers:
         machine["mpi"] = load_mpi().Get_library_version().split(",")[0].strip()
     return machine

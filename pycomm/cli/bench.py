@@ -31,23 +31,31 @@ def bench(
     max_bytes: Annotated[str, typer.Option("-e", "--maxbytes", help="Largest size.")] = "64M",
     factor: Annotated[int, typer.Option("-f", "--stepfactor", help="From one size to the next.")] = 4,
     ranks: Annotated[int, typer.Option("--ranks", help="Ranks to start (not under torchrun, mpirun).")] = 2,
-    datatype: Annotated[str, typer.Option("-d", "--datatype", help="A torch dtype: float32, bfloat16…")] = "float32",
+    datatype: Annotated[
+        str, typer.Option("-d", "--datatype", help="A torch dtype: float32, bfloat16…")
+    ] = "float32",
     op: Annotated[str, typer.Option("-o", "--op", help=f"One of {', '.join(OPS)}.")] = "sum",
     root: Annotated[int, typer.Option("-r", "--root", help="Root rank.")] = 0,
-    iters: Annotated[int, typer.Option("-n", "--iters", help="Timed iterations, at most.")] = _DEFAULTS.n_iters,
+    iters: Annotated[
+        int, typer.Option("-n", "--iters", help="Timed iterations, at most.")
+    ] = _DEFAULTS.n_iters,
     warmup: Annotated[int, typer.Option("-w", "--warmup_iters", help="Before them.")] = _DEFAULTS.n_warmup,
     peer: Annotated[list[str] | None, typer.Option("--peer", help="gloo or mpi; may be repeated.")] = None,
-    buffer: Annotated[str, typer.Option("--buffer", help="ordinary, arena, both, or none (peers only).")] = "both",
-    algorithm: Annotated[str | None, typer.Option("--algorithm", help="For pycomm; default: its choice.")] = None,
+    buffer: Annotated[
+        str, typer.Option("--buffer", help="ordinary, arena, both, or none (peers only).")
+    ] = "both",
+    algorithm: Annotated[
+        str | None, typer.Option("--algorithm", help="For pycomm; default: its choice.")
+    ] = None,
     max_seconds: Annotated[float, typer.Option("--max-seconds", help="Bound on the measuring.")] = 60.0,
     json: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Write a picture (PNG) here.")] = None,
 ) -> None:
     """Times a collective on dirtied and on hot buffers, checks its results, and compares.
 
-    Prints nccl-tests' table; for peers, measured interleaved in the same run, their columns and the ratio; and
-    measured / limit, the limit being a zero-copy memory probe. Exits with 1 when pycomm's results are wrong or
-    a rank failed, with 2 when an option is.
+    Prints nccl-tests' table; for peers, measured interleaved in the same run, their columns and the ratio;
+    and measured / limit, the limit being a zero-copy memory probe. Exits with 1 when pycomm's results are
+    wrong or a rank failed, with 2 when an option is.
 
     Example: pycomm bench all_reduce -b 4 -e 64M -f 4 --ranks 2 --peer gloo --peer mpi --plot bench.png
     """
