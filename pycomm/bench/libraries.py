@@ -52,7 +52,7 @@ class Pycomm:
     @staticmethod
     def arena(comm: Any, n_bytes: int) -> Memory:
         """Memory in the shared arena of ``comm``."""
-        return Memory("arena", comm.empty(n_bytes, torch.uint8), comm.empty(n_bytes, torch.uint8))
+        return Memory("arena", *(comm.empty(n_bytes, dtype=torch.uint8) for _ in range(2)))
 
     def bind(self, slots: Slots, k: int) -> Call | None:
         """See ``Library.bind``."""
