@@ -230,6 +230,7 @@ def _start(number: int, n: int, folder: Path, call: bytes, env: Mapping[str, str
         "LOCAL_WORLD_SIZE": str(n),
         "PYCOMM_RUN_DIR": str(folder / "run"),
         "OMP_NUM_THREADS": "1",
+        "PYCOMM_TUNE": "off",  # no test depends on, or writes, what was measured on this machine
         **env,
     }
     context = _context()
