@@ -62,6 +62,35 @@ Status Group::failure() const {
   return failure_.clone();
 }
 
+const char* Group::gone(int q) const {
+  if (control(q).state.word.load(std::memory_order_acquire) == static_cast<uint64_t>(RankState::kLeft))
+    return "closed its communicator";
+  return node_->alive(node_rank(q)) ? nullptr : "died";
+}
+
+// Whether a dead peer still matters is for whoever waits for it to say: it may have done its part and gone.
+Status Group::trouble(int peer, const std::string& here) const {
+  for (int q = 0; q < size(); q++) {
+    const Control& c = control(q);
+    if (q == rank() ||
+        c.state.word.load(std::memory_order_acquire) != static_cast<uint64_t>(RankState::kFailed))
+      continue;
+    return Status::error(static_cast<Code>(c.failure[0]),
+                         format("%s: %s failed: %s", here.c_str(), describe(q).c_str(), c.failure + 1));
+  }
+  if (peer < 0) {
+    // Any rank would do: hopeless only when none is left.
+    for (int q = 0; q < size(); q++) {
+      if (q != rank() && gone(q) == nullptr) return Status();
+    }
+    peer = rank() == 0 ? size() - 1 : 0;
+  }
+  const char* how = peer == rank() ? nullptr : gone(peer);
+  if (how == nullptr) return Status();
+  return Status::error(Code::kPeerLost, format("%s: %s %s; its last collective was %s", here.c_str(),
+                                               describe(peer).c_str(), how, last_call(peer).c_str()));
+}
+
 std::string Group::describe(int q) const {
   const int r = node_rank(q);
   std::string s = format("rank %d", q);
@@ -94,15 +123,7 @@ Status Waiting::check(int peer) {
   if (group_.failed()) return group_.failure();
   if (hooks_ != nullptr) PYCOMM_RETURN_IF_ERROR(hooks_->poll());
   const std::string here = format("%s #%u", what_, call_ & 0xffff);
-  for (int q = 0; q < group_.size(); q++) {
-    const Control& c = group_.control(q);
-    if (q == group_.rank() ||
-        c.state.word.load(std::memory_order_acquire) != static_cast<uint64_t>(RankState::kFailed))
-      continue;
-    return Status::error(static_cast<Code>(c.failure[0]), format("%s: %s failed: %s", here.c_str(),
-                                                                 group_.describe(q).c_str(), c.failure + 1));
-  }
-  PYCOMM_RETURN_IF_ERROR(check_alive(peer, here));
+  PYCOMM_RETURN_IF_ERROR(group_.trouble(peer, here));
   const double waited = monotonic_s() - started_s_;
   if (waited > timeout_s_) {
     return Status::error(
@@ -113,28 +134,6 @@ Status Waiting::check(int peer) {
                peer < 0 ? "unknown" : group_.last_call(peer).c_str(), timeout_s_));
   }
   return Status();
-}
-
-// Whether a dead peer still matters is for whoever waits for it to say: it may have done its part and gone.
-Status Waiting::check_alive(int peer, const std::string& here) const {
-  const auto gone = [&](int q) -> const char* {
-    const bool left = group_.control(q).state.word.load(std::memory_order_acquire) ==
-                      static_cast<uint64_t>(RankState::kLeft);
-    if (left) return "closed its communicator";
-    return group_.node()->alive(group_.node_rank(q)) ? nullptr : "died";
-  };
-  if (peer < 0) {
-    // Any rank would do: hopeless only when none is left.
-    for (int q = 0; q < group_.size(); q++) {
-      if (q != group_.rank() && gone(q) == nullptr) return Status();
-    }
-    peer = group_.rank() == 0 ? group_.size() - 1 : 0;
-  }
-  const char* how = peer == group_.rank() ? nullptr : gone(peer);
-  if (how == nullptr) return Status();
-  return Status::error(Code::kPeerLost,
-                       format("%s: %s %s; its last collective was %s", here.c_str(),
-                              group_.describe(peer).c_str(), how, group_.last_call(peer).c_str()));
 }
 
 }  // namespace pycomm

@@ -55,12 +55,17 @@ class Group {
   Status failure() const;  // ok while usable
   bool failed() const { return failed_.load(std::memory_order_acquire); }
 
+  // What makes it hopeless to wait for `peer` (-1: any of them): a rank that failed, or the peer has gone.
+  Status trouble(int peer, const std::string& here) const;
+
   // "rank 3 (pid 811, sleeping)"
   std::string describe(int q) const;
   // What q entered last: "all_reduce/ring(…) #1042".
   std::string last_call(int q) const;
 
  private:
+  const char* gone(int q) const;  // how, null while it is there
+
   std::shared_ptr<Node> node_;
   std::vector<int> node_ranks_;
   int rank_ = 0;
@@ -88,8 +93,6 @@ class Waiting final : public WaitClient {
   }
 
  private:
-  Status check_alive(int peer, const std::string& here) const;
-
   Group& group_;
   CallerHooks* hooks_;
   double timeout_s_;

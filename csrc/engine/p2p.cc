@@ -115,11 +115,17 @@ void PointToPoint::ring(int q) {
   if (c.bell_sleepers.word.load(std::memory_order_seq_cst) != 0) futex_wake_all(c.bell.word, Half::kLow);
 }
 
+Status PointToPoint::check_usable() const {
+  if (group_.failed()) return group_.failure();
+  return ended_ ? Status::error(Code::kClosed, "the communicator is closed") : Status();
+}
+
 std::shared_ptr<Work> PointToPoint::send(int peer, int tag, DType dtype, const void* data, size_t n_bytes,
                                          double timeout_s) {
   auto work = std::make_shared<Work>();
   std::lock_guard lock(mutex_);
-  Status s = group_.failed() ? group_.failure() : open_pipes();
+  Status s = check_usable();
+  if (s.ok()) s = open_pipes();
   if (!s.ok()) {
     work->finish(std::move(s));
     return work;
@@ -135,8 +141,8 @@ std::shared_ptr<Work> PointToPoint::recv(int peer, int tag, DType dtype, void* d
                                          double timeout_s) {
   auto work = std::make_shared<Work>();
   std::lock_guard lock(mutex_);
-  if (group_.failed()) {
-    work->finish(group_.failure());
+  if (Status s = check_usable(); !s.ok()) {
+    work->finish(std::move(s));
     return work;
   }
   active_++;
@@ -254,6 +260,7 @@ bool PointToPoint::pull(int from) {
 
 bool PointToPoint::progress() {
   bool moved = false;
+  if (ended_) return false;
   for (int q = 0; q < group_.size(); q++) {
     moved = push(q) || moved;
     moved = pull(q) || moved;
@@ -262,6 +269,7 @@ bool PointToPoint::progress() {
 }
 
 void PointToPoint::fail_all(const Status& status) {
+  ended_ = true;
   for (auto& queue : outbound_) {
     for (Message& m : queue) m.work->finish(status.clone());
     queue.clear();
@@ -275,9 +283,28 @@ void PointToPoint::fail_all(const Status& status) {
   active_ = 0;
 }
 
+// Looks at every slice whether the transfer has become hopeless: the bell tells only of cells.
+class PointToPoint::Finisher final : public WaitClient {
+ public:
+  Finisher(PointToPoint& p2p, CallerHooks* hooks) : p2p_(p2p), hooks_(hooks) {}
+  void before_block() override {
+    if (hooks_ != nullptr) hooks_->before_block();
+  }
+  Status check(int) override {
+    if (hooks_ != nullptr) PYCOMM_RETURN_IF_ERROR(hooks_->poll());
+    std::lock_guard lock(p2p_.mutex_);
+    p2p_.expire();
+    return Status();
+  }
+
+ private:
+  PointToPoint& p2p_;
+  CallerHooks* hooks_;
+};
+
 Status PointToPoint::finish(const std::shared_ptr<Work>& work, CallerHooks* hooks) {
   Control& own = group_.own();
-  Waiting waiting(group_, hooks, group_.timeout_s(), "send/recv", 0);
+  Finisher finisher(*this, hooks);
   for (;;) {
     const uint64_t seen = own.bell.word.load(std::memory_order_acquire);
     {
@@ -288,14 +315,13 @@ Status PointToPoint::finish(const std::shared_ptr<Work>& work, CallerHooks* hook
     if (work->done()) return work->result();
     Status s = wait(
         own.bell.word, Half::kLow, own.bell_sleepers, [&](uint64_t w) { return w != seen || work->done(); },
-        group_.policy(), waiting, -1);
+        group_.policy(), finisher, -1);
     if (s.ok()) continue;
-    if (s.code() == Code::kInterrupt) return s;
+    // Ctrl-C. Part of the message may have moved, and its tensor is about to go: nothing can be saved.
     std::lock_guard lock(mutex_);
-    progress();  // the last words of a peer that has gone
-    if (work->done()) return work->result();
-    group_.fail(s);
-    fail_all(s);
+    const Status failure = Status::error(Code::kClosed, "send/recv was interrupted (Ctrl-C)");
+    group_.fail(failure);
+    fail_all(failure);
     return s;
   }
 }
@@ -310,12 +336,7 @@ Status PointToPoint::find_hopeless() const {
       return Status::error(Code::kTimeout, format("%s: timed out waiting for %s", here.c_str(),
                                                   peer < 0 ? "any rank" : group_.describe(peer).c_str()));
     }
-    if (peer < 0 || peer == group_.rank()) return Status();
-    const bool left = group_.control(peer).state.word.load(std::memory_order_acquire) ==
-                      static_cast<uint64_t>(RankState::kLeft);
-    if (!left && group_.node()->alive(group_.node_rank(peer))) return Status();
-    return Status::error(Code::kPeerLost, format("%s: %s %s", here.c_str(), group_.describe(peer).c_str(),
-                                                 left ? "closed its communicator" : "died"));
+    return group_.trouble(peer, here);
   };
   for (int q = 0; q < group_.size(); q++) {
     if (outbound_[q].empty()) continue;

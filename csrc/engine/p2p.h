@@ -46,8 +46,10 @@ class PointToPoint {
   struct Posted;   // a recv that has found no message yet
   struct Arrival;  // a message that is arriving or has arrived
   struct Inbound;  // what comes from one peer
+  class Finisher;  // a caller that waits in finish()
 
   Status open_pipes();
+  Status check_usable() const;
   Pipe* pipe(int owner, int to) const;
   bool progress();
   bool push(int to);
@@ -73,6 +75,7 @@ class PointToPoint {
   double expired_at_s_ = 0;
   bool background_ = false;
   bool stop_ = false;
+  bool ended_ = false;  // all transfers were failed, and no cell is touched any more
   std::thread thread_;
 };
 

@@ -23,7 +23,9 @@ def per_rank_counts(n: int) -> list[list[int]]:
     return [[c] * n for c in sizes(n)] + [[(5 * q + 3) % 7 for q in range(n)], only_last, [0] * n]
 
 
-def one_gather(comm: pycomm.Communicator, dtype: torch.dtype, counts: list[int], algorithm: str | None) -> None:
+def one_gather(
+    comm: pycomm.Communicator, dtype: torch.dtype, counts: list[int], algorithm: str | None
+) -> None:
     """all_gather, and gather to some roots: one tensor, lists as parts, in place."""
     n, me = comm.size, comm.rank
     whole = torch.cat([values(q, counts[q], dtype) for q in range(n)])
@@ -125,7 +127,9 @@ def large_and_many(rank: int, size: int) -> None:
         one_to_all(comm, torch.float32, [[(p * 3 + q) % 5 for q in range(size)] for p in range(size)])
         if size < 9:
             one_to_all(
-                comm, torch.float64, [[(p * 40_009 + q * 99_991) % 90_000 for q in range(size)] for p in range(size)]
+                comm,
+                torch.float64,
+                [[(p * 40_009 + q * 99_991) % 90_000 for q in range(size)] for p in range(size)],
             )
 
 
@@ -270,13 +274,21 @@ def mixed_sequence(rank: int, size: int) -> None:
     plan, pace = random.Random(1), random.Random(rank)
     with pycomm.init(timeout=60) as comm:
         for _ in range(400):
-            kind, count = plan.choice(["ar", "ag", "bc", "a2a", "barrier"]), plan.choice([0, 1, 8, 300, 5000, 90_000])
+            kind, count = (
+                plan.choice(["ar", "ag", "bc", "a2a", "barrier"]),
+                plan.choice([0, 1, 8, 300, 5000, 90_000]),
+            )
             root = plan.randrange(size)
             if pace.random() < 0.05:
                 time.sleep(0.002)
             if kind == "ar":
                 got = comm.all_reduce(values(rank, count, torch.float32))
-                check(got, torch.stack([values(q, count, torch.float32) for q in range(size)]).sum(0), kind, count)
+                check(
+                    got,
+                    torch.stack([values(q, count, torch.float32) for q in range(size)]).sum(0),
+                    kind,
+                    count,
+                )
             elif kind == "ag":
                 one_gather(comm, torch.int32, [count] * size, None)
             elif kind == "bc":

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,7 +72,9 @@ def tags(rank: int, size: int) -> None:
     with pycomm.init(timeout=60) as comm:
         if rank == 0:
             works = [
-                comm.isend(torch.full((LARGE // 9,), 100.0 * tag + k), 1, tag) for k in range(3) for tag in range(10)
+                comm.isend(torch.full((LARGE // 9,), 100.0 * tag + k), 1, tag)
+                for k in range(3)
+                for tag in range(10)
             ]
             for work in works:
                 work.wait()
@@ -135,6 +138,7 @@ def beside_collectives(rank: int, size: int) -> None:
         for _ in range(50):
             comm.barrier()
         assert not late.is_completed()
+        comm.barrier()
         comm.send(torch.ones(1), other, tag=4)
         late.wait()
         # A rank blocked in recv on one thread, in collectives on another.
@@ -207,7 +211,7 @@ def test_a_message_of_another_size_or_dtype(sent: torch.Tensor, received: torch.
 def lost_peer(rank: int, size: int, how: str, form: str) -> float:
     """Rank 2 goes; rank 0 waits for its message, rank 1 lives on (so that not all are gone)."""
     comm = pycomm.init(timeout=30)
-    pid = comm._c.pid(2)
+    pid, seen = comm._c.pid(2), Path(os.environ["PYCOMM_RUN_DIR"]) / "seen"
     comm.barrier()
     if rank == 2:
         if how == "killed":
@@ -215,18 +219,21 @@ def lost_peer(rank: int, size: int, how: str, form: str) -> float:
         comm.close() if how == "closed" else comm.abort("enough")
         return 0.0
     begin = time.monotonic()
-    if rank == 0:
-        # An abort is an error of the aborter's making, and told as such.
-        kind = pycomm.CommError if how == "aborted" else pycomm.PeerLostError
-        with raises(kind, f"rank 2 (pid {pid}"):
-            if form == "recv":
-                comm.recv(torch.zeros(4), 2)
-            elif form == "irecv":
-                comm.irecv(torch.zeros(4), 2).wait()
-            else:  # more than the pipe holds
-                comm.send(torch.zeros(LARGE), 2)
+    if rank == 1:
+        while not seen.exists():
+            time.sleep(0.01)
+        return 0.0
+    # An abort is an error of the aborter's making, and told as such.
+    kind = pycomm.CommError if how == "aborted" else pycomm.PeerLostError
+    with raises(kind, f"rank 2 (pid {pid}", "recv" if "recv" in form else "send"):
+        if form == "recv":
+            comm.recv(torch.zeros(4), 2)
+        elif form == "irecv":
+            comm.irecv(torch.zeros(4), 2).wait()
+        else:  # more than the pipe holds
+            comm.send(torch.zeros(LARGE), 2)
     took = time.monotonic() - begin
-    time.sleep(0.0 if rank == 0 else 2.0)
+    seen.touch()
     return took
 
 
