@@ -14,13 +14,18 @@
   X(kAllReduceRing)              \
   X(kAllReduceRecursiveDoubling) \
   X(kAllReduceHalvingDoubling)   \
+  X(kAllReduceTree)              \
+  X(kAllReduceDoubleTree)        \
   X(kReduceScatterDirect)        \
   X(kReduceScatterRing)          \
+  X(kReduceScatterHalving)       \
   X(kAllGatherDirect)            \
   X(kAllGatherRing)              \
+  X(kAllGatherDoubling)          \
   X(kBroadcastDirect)            \
   X(kBroadcastBinomial)          \
   X(kBroadcastChain)             \
+  X(kBroadcastScatterAllGather)  \
   X(kReduceDirect)               \
   X(kReduceBinomial)             \
   X(kGatherDirect)               \

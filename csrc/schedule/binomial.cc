@@ -64,12 +64,9 @@ Schedule reduce(int rank, int n, int root, int) {
   return b.finish();
 }
 
-// How many ranks v stands for once it has everything below it: its lowest set bit, cut off at n.
-int subtree(int v, int n) { return v == 0 || v + (v & -v) > n ? n - v : v & -v; }
-
 Schedule gather(int rank, int n, int root, int) {
   Builder b(rank, n, root, static_cast<uint32_t>(n));
-  const int v = (rank - root + n) % n, below = subtree(v, n);
+  const int v = (rank - root + n) % n, below = binomial_subtree(v, n);
   const auto part = [&](int w) { return (w + root) % n; };
   b.add_in(static_cast<uint32_t>(rank));
   if (v == 0) b.add_out(0, static_cast<uint32_t>(n));
@@ -84,14 +81,14 @@ Schedule gather(int rank, int n, int root, int) {
     }
     const int from = v + distance;
     if (from >= n) continue;
-    for (int w = from; w < from + subtree(from, n); w++) b.recv(round, part(from), place(w));
+    for (int w = from; w < from + binomial_subtree(from, n); w++) b.recv(round, part(from), place(w));
   }
   return b.finish();
 }
 
 Schedule scatter(int rank, int n, int root, int) {
   Builder b(rank, n, root, static_cast<uint32_t>(n));
-  const int v = (rank - root + n) % n, below = subtree(v, n);
+  const int v = (rank - root + n) % n, below = binomial_subtree(v, n);
   const auto part = [&](int w) { return (w + root) % n; };
   if (v == 0) b.add_in(0, static_cast<uint32_t>(n));
   b.add_out(static_cast<uint32_t>(rank));
@@ -105,7 +102,7 @@ Schedule scatter(int rank, int n, int root, int) {
       for (int w = v; w < v + below; w++) b.recv(round, part(v - distance), place(w));
     } else if (v % (2 * distance) == 0 && v + distance < n) {
       const int to = v + distance;
-      for (int w = to; w < to + subtree(to, n); w++) b.send(round, part(to), place(w));
+      for (int w = to; w < to + binomial_subtree(to, n); w++) b.send(round, part(to), place(w));
     }
   }
   return b.finish();

@@ -1,3 +1,4 @@
+// Writing steps; and `combine`, the canonical tree within one round.
 #include "schedule/builder.h"
 
 #include <cassert>

@@ -6,7 +6,8 @@
 //
 // Also here: the two shapes that deterministic algorithms share (docs/numerics.md). `Fold` makes a power of
 // two out of any n: ranks 2i and 2i+1, for i < n - p, act as one. `combine` lets one rank reduce the inputs
-// of all ranks within one round, in exactly the canonical tree T.
+// of all ranks within one round, in exactly the canonical tree T. And two small helpers of more than one
+// file: `binomial_subtree`, and `for_each_run` for runs of numbers that wrap around.
 #pragma once
 
 #include <bit>
@@ -27,6 +28,17 @@ constexpr int canonical_left(int n) {
 }
 
 constexpr int ceil_log2(int n) { return n <= 1 ? 0 : std::bit_width(static_cast<unsigned>(n - 1)); }
+
+// In a binomial tree over 0 … n-1, how many ranks v stands for, itself included: v … v + that - 1.
+constexpr int binomial_subtree(int v, int n) { return v == 0 || v + (v & -v) > n ? n - v : v & -v; }
+
+// fn(first, how many) for the at most two runs without a wrap of `count` numbers from `first` on, modulo n.
+template <class Fn>
+void for_each_run(int first, int count, int n, Fn fn) {
+  const int before_wrap = count < n - first ? count : n - first;
+  fn(first, static_cast<uint32_t>(before_wrap));
+  if (count > before_wrap) fn(0, static_cast<uint32_t>(count - before_wrap));
+}
 
 class Builder {
  public:

@@ -1,3 +1,4 @@
+// Chunks, steps and schedules as text.
 #include "schedule/print.h"
 
 namespace pycomm {

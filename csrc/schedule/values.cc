@@ -1,3 +1,4 @@
+// Reduction trees stored once each, with the set of ranks under every node.
 #include "schedule/values.h"
 
 #include <bit>

@@ -2,12 +2,12 @@
 //
 // What is proved, in this order, and reported by the first step that breaks it:
 //   form     every step's op, peer and chunks exist, rounds rise, inputs are never written, data stays in its
-//   part pairing  the k-th send p->q meets the k-th recv at q from p, in the same round, with the same parts
+//            part
+//   pairing  the k-th send p->q meets the k-th recv at q from p, in the same round, with the same parts
 //   races    within a round no place is both sent from and written (in place, input and output are one place)
 //   values   nothing unwritten is read, no input is counted twice, and every output ends with what the
-//   collective
-//            promises: each rank's input exactly once, in the same reduction tree on all ranks, which is the
-//            canonical tree T where that is claimed
+//            collective promises: each rank's input exactly once, in the same reduction tree on all ranks,
+//            which is the canonical tree T where that is claimed
 //   cost     rounds and the busiest rank's bytes equal the algorithm's closed form
 //
 // A value is a node of a reduction tree; equal trees are one node (hash-consing), so "the same bits on every
