@@ -58,7 +58,7 @@ def _numel(tensors: Tensors) -> int:
     return tensors.numel() if isinstance(tensors, torch.Tensor) else sum(t.numel() for t in tensors)
 
 
-class Communicator(PointToPoint):
+class Communicator(_C.FastCalls, PointToPoint):
     """The ranks that call collectives together; made by :func:`init`, :meth:`split` or :meth:`new_group`.
 
     Collectives run in program order, synchronous ones on the caller's thread when nothing is queued. Safe to
@@ -73,7 +73,7 @@ class Communicator(PointToPoint):
 
     def __init__(self, core: _C.Communicator) -> None:
         self._c = core
-        self._fast = core.fast_all_reduce()
+        self._bind_core(core)
         self._works: deque[Work] = deque()
         #: This process's number, in [0, size).
         self.rank: int = core.rank
@@ -120,7 +120,7 @@ class Communicator(PointToPoint):
         finish = held.write_back if held is not None else None
         return self._keep(Work(done, (inputs, outputs, held), result, finish))
 
-    def all_reduce(
+    def _all_reduce(
         self,
         tensor: Tensors,
         op: ops.Op = "sum",
@@ -131,31 +131,7 @@ class Communicator(PointToPoint):
         deterministic: bool | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """Every rank gets the reduction of all ranks' tensors, the same bits everywhere.
-
-        Args:
-            tensor: any shape, the same number of elements and dtype on every rank; overwritten when ``out``
-                is None.
-            op: see :data:`pycomm.ops.Op`; avg is defined for floating and complex dtypes.
-            out: receives the result; as many elements and the dtype of ``tensor``.
-
-        Returns:
-            ``out`` or ``tensor`` (a :class:`Work` with ``async_op``).
-
-        Example:
-            >>> import pycomm, torch
-            >>> pycomm.init().all_reduce(torch.arange(3))
-            tensor([0, 1, 2])
-        """
-        if (
-            out is None
-            and not async_op
-            and algorithm is None
-            and deterministic is None
-            and timeout is None
-            and self._fast(tensor, op)
-        ):
-            return tensor
+        """What ``all_reduce`` (of the base class, in C) does not do at once: see there."""
         out = tensor if out is None else out
         return self._call(
             "all_reduce", tensor, out, out, op=op, async_op=async_op, timeout=timeout,

@@ -1,4 +1,4 @@
-// The communicator in Python: one generic `call`, point-to-point, arena tensors, and a fast all_reduce.
+// The communicator in Python: one generic `call`, point-to-point, and arena tensors.
 //
 // Arguments arrive checked for meaning by pycomm/communicator.py; what is checked here is what only C++ sees
 // cheaply: the tensors. A call that fails its checks is refused to the peers (Engine::refuse) and raises.
@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "bind/bind.h"
+#include "bind/fast_calls.h"
 #include "bind/hooks.h"
 #include "bind/request.h"
 #include "bind/tensor.h"
@@ -21,26 +22,6 @@ namespace py = pybind11;
 namespace pycomm {
 
 namespace {
-
-constexpr size_t kKeepGilBytes = size_t{64} << 10;
-
-void raise_after(GilHooks& hooks, const Status& s) {
-  hooks.acquire();
-  throw_if_error(s);
-}
-
-// The rank's own call is invalid: tell the peers, then raise here.
-void refuse_and_raise(PyCommunicator& self, const Status& why) {
-  if (why.code() == Code::kValue || why.code() == Code::kType || why.code() == Code::kSchedule) {
-    Request request;
-    request.refusal = why.message();
-    GilHooks hooks;
-    const Status s = self.comm->run(request, &hooks);
-    hooks.acquire();
-    if (!s.ok()) return throw_if_error(s);  // closed, or failed before: that is the news
-  }
-  throw_if_error(why);
-}
 
 Options options_from(const py::dict& d) {
   Options o;
@@ -87,45 +68,6 @@ py::object call(PyCommunicator& self, int kind, py::object in, py::object out, u
   raise_after(hooks, self.comm->run(*request, &hooks));
   return py::bool_(true);
 }
-
-// fast(tensor, op): all_reduce in place with the communicator's defaults; False when it must go the long way.
-PyObject* fast_all_reduce(PyObject* capsule, PyObject* const* args, Py_ssize_t n_args) {
-  static PyObject* const kSumName = PyUnicode_InternFromString("sum");
-  auto& self = *static_cast<PyCommunicator*>(PyCapsule_GetPointer(capsule, "pycomm.communicator"));
-  if (n_args != 2 || args[1] != kSumName || PyList_CheckExact(args[0]) || PyTuple_CheckExact(args[0]))
-    Py_RETURN_FALSE;
-  try {
-    Request request;
-    TensorView view;
-    Layout layout;
-    Status s = view_tensor(args[0], "tensor", true, &view, &layout);
-    if (s.ok() && layout == Layout::kNeedsStaging) Py_RETURN_FALSE;
-    if (s.code() == Code::kInterrupt && PyErr_Occurred() != nullptr) return nullptr;
-    Call& c = request.call;
-    if (s.ok()) {
-      c.sig.kind = CallKind::kAllReduce;
-      c.sig.dtype = view.dtype;
-      c.sig.count = view.n_elems;
-      c.in = c.out = Buffer(view.data, view.n_elems);
-      request.deterministic = self.deterministic;
-      s = self.comm->prepare(&request, self.algorithm_for(CallKind::kAllReduce));
-    }
-    if (!s.ok()) refuse_and_raise(self, s);
-    GilHooks hooks;
-    if (view.n_elems * dtype_size(view.dtype) > kKeepGilBytes) hooks.before_block();
-    raise_after(hooks, self.comm->run(request, &hooks));
-    Py_RETURN_TRUE;
-  } catch (py::error_already_set& e) {
-    e.restore();
-    return nullptr;
-  } catch (const std::exception& e) {
-    PyErr_SetString(PyExc_RuntimeError, e.what());
-    return nullptr;
-  }
-}
-PyMethodDef kFast = {"fast_all_reduce",
-                     reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(fast_all_reduce)), METH_FASTCALL,
-                     nullptr};
 
 py::object point_to_point(PyCommunicator& self, bool is_send, py::object tensor, int peer, int tag,
                           double timeout_s, bool async_op) {
@@ -287,17 +229,11 @@ void bind_engine(py::module_& m) {
              py::gil_scoped_release r;
              c.comm->abort(why);
            })
-      .def("close",
-           [](PyCommunicator& c) {
-             py::gil_scoped_release r;
-             c.comm->close();
-           })
-      .def("fast_all_reduce", [](py::object self) {
-        auto& c = self.cast<PyCommunicator&>();
-        py::object capsule =
-            py::reinterpret_steal<py::object>(PyCapsule_New(&c, "pycomm.communicator", nullptr));
-        return py::reinterpret_steal<py::object>(PyCFunction_NewEx(&kFast, capsule.ptr(), nullptr));
+      .def("close", [](PyCommunicator& c) {
+        py::gil_scoped_release r;
+        c.comm->close();
       });
+  add_fast_calls(m);
 }
 
 }  // namespace pycomm

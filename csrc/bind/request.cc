@@ -1,5 +1,6 @@
 #include "bind/request.h"
 
+#include "bind/bind.h"
 #include "bind/tensor.h"
 
 namespace pycomm {
@@ -158,5 +159,22 @@ Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject*
 }
 
 bool is_staging(const Status& s) { return s.code() == Code::kSystem && s.message() == "needs staging"; }
+
+void raise_after(GilHooks& hooks, const Status& s) {
+  hooks.acquire();
+  throw_if_error(s);
+}
+
+void refuse_and_raise(PyCommunicator& self, const Status& why) {
+  if (why.code() == Code::kValue || why.code() == Code::kType || why.code() == Code::kSchedule) {
+    Request request;
+    request.refusal = why.message();
+    GilHooks hooks;
+    const Status s = self.comm->run(request, &hooks);
+    hooks.acquire();
+    if (!s.ok()) return throw_if_error(s);  // closed, or failed before: that is the news
+  }
+  throw_if_error(why);
+}
 
 }  // namespace pycomm

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "bind/hooks.h"
 #include "engine/communicator.h"
 #include "schedule/catalog.h"
 
@@ -41,5 +42,13 @@ struct Options {
 Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject* out, uint64_t count,
                     Options o, Request* request);
 bool is_staging(const Status& s);
+
+// Takes the GIL back, then raises when the status is a failure.
+void raise_after(GilHooks& hooks, const Status& s);
+// The rank's own call is invalid: tells the peers, then raises here.
+void refuse_and_raise(PyCommunicator& self, const Status& why);
+
+// Calls on more than this give the GIL away at once.
+inline constexpr size_t kKeepGilBytes = size_t{64} << 10;
 
 }  // namespace pycomm

@@ -1,0 +1,129 @@
+#include "bind/fast_calls.h"
+
+#include "bind/bind.h"
+#include "bind/request.h"
+#include "bind/tensor.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+
+namespace {
+
+struct FastCalls {
+  PyObject_HEAD PyObject* object;  // owns the core
+  PyCommunicator* core;
+};
+
+PyObject *sum_name, *slow_name;
+
+// 1 done, 0 must go the long way, -1 with a Python error.
+int try_all_reduce(PyCommunicator& core, PyObject* tensor) {
+  Request request;
+  TensorView view;
+  Layout layout;
+  Status s = view_tensor(tensor, "tensor", true, &view, &layout);
+  if (s.ok() && layout == Layout::kNeedsStaging) return 0;
+  if (s.code() == Code::kInterrupt && PyErr_Occurred() != nullptr) return -1;
+  Call& c = request.call;
+  if (s.ok()) {
+    c.sig.kind = CallKind::kAllReduce;
+    c.sig.dtype = view.dtype;
+    c.sig.count = view.n_elems;
+    c.in = c.out = Buffer(view.data, view.n_elems);
+    request.deterministic = core.deterministic;
+    s = core.comm->prepare(&request, core.algorithm_for(CallKind::kAllReduce));
+  }
+  if (!s.ok()) refuse_and_raise(core, s);
+  GilHooks hooks;
+  if (view.n_elems * dtype_size(view.dtype) > kKeepGilBytes) hooks.before_block();
+  raise_after(hooks, core.comm->run(request, &hooks));
+  return 1;
+}
+
+PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t n_args, PyObject* names) {
+  auto* fast = reinterpret_cast<FastCalls*>(self);
+  const bool plain = names == nullptr && (n_args == 1 || (n_args == 2 && args[1] == sum_name)) &&
+                     fast->core != nullptr && !PyList_Check(args[0]) && !PyTuple_Check(args[0]);
+  if (plain) {
+    try {
+      const int done = try_all_reduce(*fast->core, args[0]);
+      if (done < 0) return nullptr;
+      if (done > 0) return Py_NewRef(args[0]);
+    } catch (py::error_already_set& e) {
+      e.restore();
+      return nullptr;
+    } catch (const std::exception& e) {
+      PyErr_SetString(PyExc_RuntimeError, e.what());
+      return nullptr;
+    }
+  }
+  PyObject* slow = PyObject_GetAttr(self, slow_name);
+  if (slow == nullptr) return nullptr;
+  PyObject* result = PyObject_Vectorcall(slow, args, static_cast<size_t>(n_args), names);
+  Py_DECREF(slow);
+  return result;
+}
+
+PyObject* bind_core(PyObject* self, PyObject* object) {
+  auto* fast = reinterpret_cast<FastCalls*>(self);
+  try {
+    fast->core = py::handle(object).cast<PyCommunicator*>();
+  } catch (const py::cast_error& e) {
+    PyErr_SetString(PyExc_TypeError, "expected a _C.Communicator");
+    return nullptr;
+  }
+  Py_XSETREF(fast->object, Py_NewRef(object));
+  Py_RETURN_NONE;
+}
+
+void dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  Py_XDECREF(reinterpret_cast<FastCalls*>(self)->object);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyMethodDef methods[] = {
+    {"all_reduce", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(all_reduce)),
+     METH_FASTCALL | METH_KEYWORDS,
+     "all_reduce($self, tensor, op='sum', *, out=None, async_op=False, algorithm=None, deterministic=None, "
+     "timeout=None)\n--\n\n"
+     "Every rank gets the reduction of all ranks' tensors, the same bits everywhere.\n\n"
+     "Args:\n"
+     "    tensor: any shape, the same number of elements and dtype on every rank, or a list of tensors (one "
+     "coalesced\n"
+     "        call); overwritten when out is None.\n"
+     "    op: see pycomm.ops.Op; avg is defined for floating and complex dtypes.\n"
+     "    out: receives the result; as many elements and the dtype of tensor.\n"
+     "    async_op, algorithm, deterministic, timeout: see pycomm.communicator.\n\n"
+     "Returns:\n"
+     "    out or tensor (a pycomm.Work with async_op).\n\n"
+     "Example:\n"
+     "    >>> import pycomm, torch\n"
+     "    >>> pycomm.init().all_reduce(torch.arange(3))\n"
+     "    tensor([0, 1, 2])\n"},
+    {"_bind_core", bind_core, METH_O, "Gives the instance its core."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot slots[] = {
+    {Py_tp_methods, methods},
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+    {Py_tp_new, reinterpret_cast<void*>(PyType_GenericNew)},
+    {0, nullptr},
+};
+PyType_Spec spec = {"pycomm._C.FastCalls", sizeof(FastCalls), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+                    slots};
+
+}  // namespace
+
+void add_fast_calls(py::module_& m) {
+  sum_name = PyUnicode_InternFromString("sum");
+  slow_name = PyUnicode_InternFromString("_all_reduce");
+  PyObject* type = PyType_FromSpec(&spec);
+  if (type == nullptr) throw py::error_already_set();
+  m.attr("FastCalls") = py::reinterpret_steal<py::object>(type);
+}
+
+}  // namespace pycomm
