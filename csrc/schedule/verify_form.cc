@@ -117,9 +117,10 @@ bool FormChecker::check_step(int r, int i) {
   if (talks && (step.peer >= static_cast<uint64_t>(n_) || step.peer == static_cast<uint64_t>(r))) {
     return fail(r, i, format("peer %u is not another rank of %d", static_cast<unsigned>(step.peer), n_));
   }
-  const uint64_t total = s.n_chunks();
-  if (reads && step.src + step.n_chunks > total) return fail(r, i, "reads chunks that do not exist");
-  if (writes && step.dst + step.n_chunks > total) return fail(r, i, "writes chunks that do not exist");
+  // In 64 bits: a mangled step must not wrap around into a chunk that exists.
+  const uint64_t total = s.n_chunks(), n_chunks = step.n_chunks;
+  if (reads && step.src + n_chunks > total) return fail(r, i, "reads chunks that do not exist");
+  if (writes && step.dst + n_chunks > total) return fail(r, i, "writes chunks that do not exist");
   if (writes && step.dst < s.n_in) return fail(r, i, "writes to an input");
   for (uint32_t c = 0; reads && writes && c < step.n_chunks; c++) {
     const uint32_t from = s.part[step.src + c], to = s.part[step.dst + c];
