@@ -69,10 +69,10 @@ format: $(READY)
 	$(BIN)/ruff format .
 	@$(CXX_FILES) | xargs $(BIN)/clang-format -i
 
-# stubtest imports the built extension and compares it with pycomm/_C.pyi.
+# stubtest imports the built extension and compares it with pycomm/_C/.
 types: build
 	$(BIN)/python -m mypy
-	@test -f pycomm/_C.pyi || { echo "pycomm/_C.pyi is missing: it describes the extension to mypy"; exit 1; }
+	@test -f pycomm/_C/__init__.pyi || { echo "pycomm/_C/__init__.pyi is missing: it describes the extension to mypy"; exit 1; }
 	$(BIN)/python -m mypy.stubtest pycomm._C
 
 layers: $(READY)

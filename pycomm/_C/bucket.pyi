@@ -1,0 +1,3 @@
+from collections.abc import Sequence
+
+def assign(sizes: Sequence[int], kinds: Sequence[int], first_cap: int, cap: int) -> list[list[int]]: ...
