@@ -57,7 +57,7 @@ def cache_file(size: int) -> Path:
 
 def read(comm: Communicator) -> Table:
     """The communicator's present table."""
-    return {name: [tuple(r) for r in comm._c.selection(i)] for i, name in enumerate(COLLECTIVES)}
+    return {name: comm._c.selection(i) for i, name in enumerate(COLLECTIVES)}
 
 
 def apply(comm: Communicator, table: Table) -> None:
@@ -68,7 +68,7 @@ def apply(comm: Communicator, table: Table) -> None:
     """
     for i, name in enumerate(COLLECTIVES):
         if name in table:
-            comm._c.set_selection(i, [tuple(row) for row in table[name]])
+            comm._c.set_selection(i, table[name])
 
 
 def load_or_measure(comm: Communicator) -> None:

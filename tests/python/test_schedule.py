@@ -1,8 +1,8 @@
 """Schedules: the catalog is proved, and a broken schedule is refused or still computes the right thing.
 
-The judge of a mutation that the verifier accepts is ``execute`` below, which knows nothing of the verifier: it
-runs the steps on numbers, all ranks, round by round, and compares with the sums of the inputs, bit for bit
-between ranks.
+The judge of a mutation that the verifier accepts is ``execute`` below, which knows nothing of the verifier:
+it runs the steps on numbers, all ranks, round by round, and compares with the sums of the inputs, bit for
+bit between ranks.
 """
 
 from __future__ import annotations
