@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from pycomm.communicator import Communicator
 
@@ -84,9 +85,13 @@ def _as_bytes(n: int) -> list[int]:
 
 
 def broadcast_tensors(comm: Communicator, tensors: Iterable[Tensor]) -> None:
-    """Gives every rank the values of rank 0: one coalesced broadcast for each dtype. Collective."""
+    """Gives every rank the values of rank 0: one coalesced broadcast for each dtype. Collective.
+
+    Autograd learns of it: a backward that needs the old values of a tensor raises.
+    """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
+        increment_version(tensor)
         plain = tensor.detach()
         by_dtype.setdefault(tensor.dtype, []).append(in_memory_order(plain, memory_order(plain)))
     for group in by_dtype.values():

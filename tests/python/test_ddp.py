@@ -688,6 +688,29 @@ def test_buffers_are_left_alone_when_told_so():
         torch.testing.assert_close(mean, wanted)
 
 
+class Scaled(Net):
+    """Backward needs the buffer's value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((6,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.layers[0].bias * self.scale)
+
+
+def overwrite_saved_buffer(rank, size):
+    ddp = pycomm.DistributedDataParallel(seeded(Scaled), communicator=pycomm.init())
+    ddp(batch(0, rank)).backward()
+    losses = [ddp(batch(step, rank)) for step in range(2)]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        sum(losses).backward()
+
+
+def test_a_broadcast_over_a_saved_buffer_is_no_silent_mistake():
+    run_ranks(2, overwrite_saved_buffer)
+
+
 def ignore_some(rank, size):
     net = seeded(Branches, seed=rank)
     net._ddp_params_and_buffers_to_ignore = ["c.weight", "c.bias"]
