@@ -51,6 +51,7 @@ Status Engine::run_all_to_all(Run& run) {
   Slot& first = group_.own().slots[slot_of(0)];
   first.head.address.detail = largest;
   std::memcpy(first.stage, call.send_counts.data(), call.send_counts.size_bytes());
+  hold_slot(0, 1, 0);  // should the call end here, refused; how far it goes is known only below
   post_head(run, 0, nullptr, 0);
   PYCOMM_RETURN_IF_ERROR(await_heads(run, 0));
   for (int q = 0; q < n_; q++) {

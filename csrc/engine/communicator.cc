@@ -221,7 +221,10 @@ Status Communicator::split(int64_t color, int64_t key, CallerHooks* hooks,
   request.call.in = Buffer(const_cast<int64_t*>(mine), 3);
   request.call.out = Buffer(all.data(), all.size());
   PYCOMM_RETURN_IF_ERROR(prepare(&request, nullptr));
-  PYCOMM_RETURN_IF_ERROR(run(request, hooks));
+  Status gathered = run(request, hooks);
+  // Refused: no peer has seen the offset. After any other failure one may have, so the block stays.
+  if (gathered.code() == Code::kRefused) group_->node()->arena()->release(offset);
+  PYCOMM_RETURN_IF_ERROR(std::move(gathered));
   if (color < 0) {
     group_->node()->arena()->release(offset);
     return Status();

@@ -73,16 +73,18 @@ PointToPoint::PointToPoint(Group& group) : group_(group), outbound_(group.size()
 PointToPoint::~PointToPoint() { stop(); }
 
 void PointToPoint::stop() {
+  std::thread thread;  // close and abort may come from two threads at once: one of them joins
   {
     std::lock_guard lock(mutex_);
     stop_ = true;
+    thread.swap(thread_);
     fail_all(Status::error(Code::kClosed, "the communicator was closed while a transfer was pending"));
   }
   cv_.notify_all();
-  if (thread_.joinable()) {
+  if (thread.joinable()) {
     group_.own().bell.word.fetch_add(1);
     futex_wake_all(group_.own().bell.word, Half::kLow);
-    thread_.join();
+    thread.join();
   }
 }
 

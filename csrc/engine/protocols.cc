@@ -191,7 +191,13 @@ Status Engine::run(const Call& call, CallerHooks* hooks, double timeout_s) {
     base_ += run.last_position + 1;
     return s;
   }
-  if (s.code() == Code::kRefused || s.code() == Code::kValue) {
+  if (s.code() == Code::kValue) {
+    // Found before anything was published: a call that is invalid on this rank, like any other.
+    call_--;
+    Status told = refuse(s.message(), hooks, timeout_s);
+    return told.ok() ? std::move(s) : std::move(told);
+  }
+  if (s.code() == Code::kRefused) {
     // Every rank counts one position for this call. Its head may still be looked at by a peer that is late;
     // tiles staged behind it will not be read by anybody.
     for (uint32_t at = 0; at < kSlots; at++) {

@@ -97,9 +97,7 @@ Status Node::join(const std::string& folder, int rank, int size, size_t first_bl
   register_node(node.get());
   if (size > 1) {
     PYCOMM_RETURN_IF_ERROR(make_run_folder(folder));
-    const std::string own = folder + "/" + std::to_string(rank) + ".sock";
     Status s = node->exchange(folder, timeout_s, poll);
-    unlink(own.c_str());
     rmdir(folder.c_str());  // succeeds for the last one out
     PYCOMM_RETURN_IF_ERROR(std::move(s));
   }
@@ -113,10 +111,12 @@ Status Node::greet(int socket, int* peer_rank, int* fd, size_t* reserved) const 
   PYCOMM_RETURN_IF_ERROR(recv_with_fd(socket, &hello, sizeof hello, 0, &n, fd));
   if (n == 0) return Status();
   if (n != sizeof hello || std::memcmp(hello.magic, kMagic, sizeof kMagic) != 0 || *fd < 0) {
+    close_fd(fd);
     return Status::error(Code::kSystem, "a process that is not pycomm connected to the run folder");
   }
   if (hello.version != kVersion || hello.size != size_ || hello.rank < 0 || hello.rank >= size_ ||
       hello.rank == rank_) {
+    close_fd(fd);
     return Status::error(
         Code::kValue,
         format("rank %d of %d (protocol %u) tried to join; this is rank %d of %d (protocol %u): "
@@ -137,8 +137,8 @@ Status Node::adopt(int peer_rank, int socket, int fd, size_t reserved) {
   }
   PYCOMM_RETURN_IF_ERROR(PeerArena::attach(fd, reserved, &p.arena));
   p.base = p.arena->base();
-  p.socket = socket;
   PYCOMM_RETURN_IF_ERROR(check_peer_user(socket, &p.pid));
+  p.socket = socket;  // ours from here on; on an error it stays the caller's
   if (p.pid > 0) p.pidfd = static_cast<int>(syscall(SYS_pidfd_open, p.pid, 0));
   return Status();
 }
@@ -146,20 +146,22 @@ Status Node::adopt(int peer_rank, int socket, int fd, size_t reserved) {
 // Every pair meets once: the higher rank connects and speaks first, the lower one answers.
 Status Node::exchange(const std::string& folder, double timeout_s, Status (*poll_fn)()) {
   const double end = now_s() + timeout_s;
+  const std::string own = format("%s/%d.sock", folder.c_str(), rank_);
   int listener = -1;
-  PYCOMM_RETURN_IF_ERROR(unix_listen(folder + "/" + std::to_string(rank_) + ".sock", size_, &listener));
-  struct Closer {
-    int* fd;
-    std::vector<int>* pending;
-    ~Closer() {
-      close_fd(fd);
-      for (int& s : *pending) close_fd(&s);
-    }
-  };
+  PYCOMM_RETURN_IF_ERROR(unix_listen(own, size_, &listener));
   std::vector<int> out(rank_, -1);  // to lower ranks, until their answer came
   std::vector<int> in;              // from higher ranks, until their hello came
-  Closer close_listener{&listener, &in};
-  Closer close_out{&listener, &out};
+  struct Closer {
+    const std::string& path;  // unlinked only by who bound it: a twin's may lie there
+    int& listener;
+    std::vector<int>&out, &in;
+    ~Closer() {
+      unlink(path.c_str());
+      close_fd(&listener);
+      for (int& s : out) close_fd(&s);
+      for (int& s : in) close_fd(&s);
+    }
+  } closer{own, listener, out, in};
   Hello hello{{}, kVersion, rank_, size_, 0, arena_->reserved()};
   std::memcpy(hello.magic, kMagic, sizeof kMagic);
   int joined = 1;
@@ -176,9 +178,8 @@ Status Node::exchange(const std::string& folder, double timeout_s, Status (*poll
       size_t reserved = 0;
       PYCOMM_RETURN_IF_ERROR(greet(out[q], &peer, &fd, &reserved).within(format("joining rank %d", q)));
       if (peer < 0) continue;
-      const int s = out[q];
+      PYCOMM_RETURN_IF_ERROR(adopt(q, out[q], fd, reserved));
       out[q] = -1;
-      PYCOMM_RETURN_IF_ERROR(adopt(q, s, fd, reserved));
       joined++;
     }
     int fresh = -1;
@@ -187,9 +188,18 @@ Status Node::exchange(const std::string& folder, double timeout_s, Status (*poll
     for (int& s : in) {
       int peer = -1, fd = -1;
       size_t reserved = 0;
-      PYCOMM_RETURN_IF_ERROR(greet(s, &peer, &fd, &reserved));
+      Status heard = greet(s, &peer, &fd, &reserved);
+      if (heard.code() == Code::kSystem || heard.code() == Code::kPeerLost) {
+        close_fd(&s);  // a stranger, or a rank that gave up: not ours to fail for
+        continue;
+      }
+      PYCOMM_RETURN_IF_ERROR(std::move(heard));
       if (peer < 0) continue;
-      PYCOMM_RETURN_IF_ERROR(send_with_fd(s, &hello, sizeof hello, arena_->fd()));
+      Status answered = send_with_fd(s, &hello, sizeof hello, arena_->fd());
+      if (!answered.ok()) {
+        close_fd(&fd);
+        return std::move(answered).within(format("answering rank %d", peer));
+      }
       PYCOMM_RETURN_IF_ERROR(adopt(peer, s, fd, reserved));
       s = -1;
       joined++;
