@@ -132,7 +132,8 @@ TEST(Cost, StreamedIsCloseToSimulated) {
       double whole = -1, stream = -1;
       ASSERT_TRUE(simulate_cost(a, n, 0, 0, 1e6, flat(), &whole).ok());
       ASSERT_TRUE(stream_cost(a, n, 0, 0, 1e6, flat(), &stream).ok());
-      EXPECT_GE(stream, whole * 0.95) << collective_name(a.collective) << "/" << a.name << " n " << n;
+      // Below 1 where a port waits for one tree while the other could go on (double_tree): cost.h's tenths.
+      EXPECT_GE(stream, whole * 0.9) << collective_name(a.collective) << "/" << a.name << " n " << n;
       EXPECT_LE(stream, whole * 1.5 + 1e-12) << collective_name(a.collective) << "/" << a.name << " n " << n;
     }
   }
