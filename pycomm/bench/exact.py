@@ -58,6 +58,11 @@ def _one_period(rank: int, n_ranks: int, op: str | None, dtype: torch.dtype) -> 
     if op in ("sum", "avg", "premul_sum"):
         largest = _LARGEST_EXACT.get(dtype, 1 << 15)
         n_values = min(8, largest // (n_ranks * (2 if op == "premul_sum" else 1)) + 1)
+        if op == "avg":
+            # all the same but for +1, -1, +1, -1 … (0) over the ranks: the average is exact for any n
+            k = (i + rank) % n_ranks
+            sign: Integers = np.where((k == n_ranks - 1) & (n_ranks % 2 == 1), 0, 1 - 2 * (k % 2))
+            return _mixed(0, n_values) + sign
         if n_values < 2:
             return turn
     return _mixed(rank, n_values)
