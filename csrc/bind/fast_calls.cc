@@ -15,22 +15,32 @@ struct FastCalls {
   PyCommunicator* core;
 };
 
-PyObject *sum_name, *slow_name;
+PyObject *sum_name, *slow_name, *op_name, *out_name;
 
 // 1 done, 0 must go the long way, -1 with a Python error.
-int try_all_reduce(PyCommunicator& core, PyObject* tensor) {
+int try_all_reduce(PyCommunicator& core, PyObject* tensor, PyObject* out) {
   Request request;
-  TensorView view;
-  Layout layout;
-  Status s = view_tensor(tensor, "tensor", true, &view, &layout);
-  if (s.ok() && layout == Layout::kNeedsStaging) return 0;
+  TensorView view, out_view;
+  Layout layout, out_layout = Layout::kPlain;
+  Status s = view_tensor(tensor, "tensor", out == tensor, &view, &layout);
+  if (s.ok() && out != tensor) s = view_tensor(out, "out", true, &out_view, &out_layout);
+  if (s.ok() && (layout == Layout::kNeedsStaging || out_layout == Layout::kNeedsStaging)) return 0;
+  if (s.ok() && out == tensor) out_view = view;
+  // What differs or overlaps is for the long way to judge.
+  if (s.ok() && out != tensor) {
+    const size_t n_bytes = view.n_elems * dtype_size(view.dtype);
+    const char *a = static_cast<char*>(view.data), *b = static_cast<char*>(out_view.data);
+    const bool apart = a + n_bytes <= b || b + n_bytes <= a;
+    if (view.dtype != out_view.dtype || view.n_elems != out_view.n_elems || !apart) return 0;
+  }
   if (s.code() == Code::kInterrupt && PyErr_Occurred() != nullptr) return -1;
   Call& c = request.call;
   if (s.ok()) {
     c.sig.kind = CallKind::kAllReduce;
     c.sig.dtype = view.dtype;
     c.sig.count = view.n_elems;
-    c.in = c.out = Buffer(view.data, view.n_elems);
+    c.in = Buffer(view.data, view.n_elems);
+    c.out = Buffer(out_view.data, view.n_elems);
     request.deterministic = core.deterministic;
     s = core.comm->prepare(&request, core.algorithm_for(CallKind::kAllReduce));
   }
@@ -41,15 +51,29 @@ int try_all_reduce(PyCommunicator& core, PyObject* tensor) {
   return 1;
 }
 
+// The arguments that the fast way knows: tensor, op "sum" (by place or name) and out (by name).
+bool parse(PyObject* const* args, Py_ssize_t n_args, PyObject* names, PyObject** tensor, PyObject** out) {
+  if (n_args < 1 || n_args > 2 || (n_args == 2 && args[1] != sum_name)) return false;
+  *tensor = *out = args[0];
+  const Py_ssize_t n_names = names != nullptr ? PyTuple_GET_SIZE(names) : 0;
+  for (Py_ssize_t i = 0; i < n_names; i++) {
+    PyObject* name = PyTuple_GET_ITEM(names, i);
+    PyObject* value = args[n_args + i];
+    if (name == op_name && value == sum_name && n_args == 1) continue;
+    if (name != out_name) return false;
+    if (value != Py_None) *out = value;
+  }
+  return !PyList_Check(*tensor) && !PyTuple_Check(*tensor) && !PyList_Check(*out) && !PyTuple_Check(*out);
+}
+
 PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t n_args, PyObject* names) {
   auto* fast = reinterpret_cast<FastCalls*>(self);
-  const bool plain = names == nullptr && (n_args == 1 || (n_args == 2 && args[1] == sum_name)) &&
-                     fast->core != nullptr && !PyList_Check(args[0]) && !PyTuple_Check(args[0]);
-  if (plain) {
+  PyObject *tensor, *out;
+  if (fast->core != nullptr && parse(args, n_args, names, &tensor, &out)) {
     try {
-      const int done = try_all_reduce(*fast->core, args[0]);
+      const int done = try_all_reduce(*fast->core, tensor, out);
       if (done < 0) return nullptr;
-      if (done > 0) return Py_NewRef(args[0]);
+      if (done > 0) return Py_NewRef(out);
     } catch (py::error_already_set& e) {
       e.restore();
       return nullptr;
@@ -121,6 +145,8 @@ PyType_Spec spec = {"pycomm._C.FastCalls", sizeof(FastCalls), 0, Py_TPFLAGS_DEFA
 void add_fast_calls(py::module_& m) {
   sum_name = PyUnicode_InternFromString("sum");
   slow_name = PyUnicode_InternFromString("_all_reduce");
+  op_name = PyUnicode_InternFromString("op");
+  out_name = PyUnicode_InternFromString("out");
   PyObject* type = PyType_FromSpec(&spec);
   if (type == nullptr) throw py::error_already_set();
   m.attr("FastCalls") = py::reinterpret_steal<py::object>(type);

@@ -89,6 +89,36 @@ Status wrong_device(const char* what) {
       format("%s must be a CPU tensor: this build has no CUDA engine; move it with .cpu()", what));
 }
 
+// Whether a tensor is lazily negated or conjugated never changes, but asking costs as much as a small call.
+// Remembered are tensors that are not, by object and address; the weak reference tells whether the object at
+// that address is still the one that was asked.
+struct Known {
+  PyObject* tensor;
+  const void* data;
+  PyObject* weak;
+};
+constexpr size_t kKnown = 1024;
+Known known[kKnown];
+
+Known& known_slot(PyObject* tensor) {
+  return known[(reinterpret_cast<uintptr_t>(tensor) >> 4) * 0x9E3779B97F4A7C15ull >> 54];
+}
+bool known_plain(PyObject* tensor, const void* data) {
+  const Known& k = known_slot(tensor);
+  return k.tensor == tensor && k.data == data && PyWeakref_GetObject(k.weak) == tensor;
+}
+void remember_plain(PyObject* tensor, const void* data) {
+  PyObject* weak = PyWeakref_NewRef(tensor, nullptr);
+  if (weak == nullptr) {
+    PyErr_Clear();
+    return;
+  }
+  Known& k = known_slot(tensor);
+  PyObject* old = k.weak;
+  k = {tensor, data, weak};
+  Py_XDECREF(old);
+}
+
 // 1 contiguous, 0 not.
 int contiguous(const dlpack::Tensor& t, uint64_t* n_elems) {
   uint64_t n = 1;
@@ -201,12 +231,15 @@ Status view_tensor(PyObject* tensor, const char* what, bool written, TensorView*
   PYCOMM_RETURN_IF_ERROR(api != nullptr ? view_by_api(tensor, what, view, layout)
                                         : view_by_attributes(tensor, what, view, layout));
   // The lazy bits are not part of the memory: what lies there is not the tensor's value.
-  int lazy = truth(PyObject_Vectorcall(is_neg, &tensor, 1, nullptr));
-  if (lazy == 0 && (view->dtype == DType::kComplex64 || view->dtype == DType::kComplex128)) {
-    lazy = truth(PyObject_Vectorcall(is_conj, &tensor, 1, nullptr));
+  if (!known_plain(tensor, view->data)) {
+    int lazy = truth(PyObject_Vectorcall(is_neg, &tensor, 1, nullptr));
+    if (lazy == 0 && (view->dtype == DType::kComplex64 || view->dtype == DType::kComplex128)) {
+      lazy = truth(PyObject_Vectorcall(is_conj, &tensor, 1, nullptr));
+    }
+    if (lazy < 0) return python_error(what);
+    if (lazy > 0) *layout = Layout::kNeedsStaging;
+    if (lazy == 0) remember_plain(tensor, view->data);
   }
-  if (lazy < 0) return python_error(what);
-  if (lazy > 0) *layout = Layout::kNeedsStaging;
   if (view->data == nullptr && view->n_elems > 0) {
     return Status::error(Code::kType, format("%s has no memory (a meta or fake tensor?)", what));
   }

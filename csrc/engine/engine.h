@@ -48,6 +48,7 @@ class Engine {
   Status run_barrier(Run& run);
   Status offer_direct(Run& run, bool* direct);
   Status run_tiles(Run& run);
+  Status run_eager_one_shot(Run& run);
   Status run_direct(Run& run);
   Status plan_for(const Call& call, uint8_t algorithm, PlanMode mode, const Plan** out);
 

@@ -293,6 +293,10 @@ Status make_plan(const Algorithm& algorithm, int rank, int n_ranks, int root, in
       }
     }
   }
+  const std::vector<Instr>& mine = program[rank];
+  plan->one_shot = tiled && plan->n_parts == 1 && plan->max_exposed == 1 && mine.size() == 1 &&
+                   mine[0].complete && mine[0].dsts.size() == 1 && n_ranks > 1 &&
+                   std::all_of(plan->n_posts.begin(), plan->n_posts.end(), [](uint32_t k) { return k == 0; });
   plan->own.chunks = plan->chunks[rank];
   plan->own.n_posts = plan->n_posts[rank];
   plan->own.exit_waits = std::move(exit_waits[rank]);

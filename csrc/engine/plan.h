@@ -74,6 +74,7 @@ struct Plan {
   int n_ranks;
   uint32_t n_parts = 0;
   uint32_t max_exposed = 1;   // over ranks: how many slices share a slot
+  bool one_shot = false;      // tiled: every rank reads all inputs once and is done (one part, no posts)
   bool fused_scale = false;   // every reduction is complete, so avg can divide inside it
   bool direct_ok = true;      // direct: peers read nothing but inputs and outputs
   uint32_t n_stages = 1;      // tiled: 1 one read phase; 2 reads after our last post as well
