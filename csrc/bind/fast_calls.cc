@@ -15,7 +15,9 @@ struct FastCalls {
   PyCommunicator* core;
 };
 
-PyObject *sum_name, *slow_name, *op_name, *out_name;
+// Interned: arguments' names are compared by address.
+PyObject *sum_name, *slow_name, *op_name, *out_name, *async_op_name, *algorithm_name, *deterministic_name,
+    *timeout_name;
 
 // 1 done, 0 must go the long way, -1 with a Python error.
 int try_all_reduce(PyCommunicator& core, PyObject* tensor, PyObject* out) {
@@ -51,17 +53,28 @@ int try_all_reduce(PyCommunicator& core, PyObject* tensor, PyObject* out) {
   return 1;
 }
 
-// The arguments that the fast way knows: tensor, op "sum" (by place or name) and out (by name).
+bool is_sum(PyObject* op) {
+  return op == sum_name || (PyUnicode_CheckExact(op) && PyUnicode_CompareWithASCIIString(op, "sum") == 0);
+}
+
+// The arguments that the fast way knows: tensor, op "sum" and out; the others only at their defaults.
 bool parse(PyObject* const* args, Py_ssize_t n_args, PyObject* names, PyObject** tensor, PyObject** out) {
-  if (n_args < 1 || n_args > 2 || (n_args == 2 && args[1] != sum_name)) return false;
+  if (n_args < 1 || n_args > 2 || (n_args == 2 && !is_sum(args[1]))) return false;
   *tensor = *out = args[0];
   const Py_ssize_t n_names = names != nullptr ? PyTuple_GET_SIZE(names) : 0;
   for (Py_ssize_t i = 0; i < n_names; i++) {
     PyObject* name = PyTuple_GET_ITEM(names, i);
     PyObject* value = args[n_args + i];
-    if (name == op_name && value == sum_name && n_args == 1) continue;
-    if (name != out_name) return false;
-    if (value != Py_None) *out = value;
+    if (name == out_name) {
+      if (value != Py_None) *out = value;
+      continue;
+    }
+    const bool is_default = name == op_name ? n_args == 1 && is_sum(value)
+                            : name == async_op_name
+                                ? value == Py_False
+                                : value == Py_None && (name == algorithm_name || name == deterministic_name ||
+                                                       name == timeout_name);
+    if (!is_default) return false;
   }
   return !PyList_Check(*tensor) && !PyTuple_Check(*tensor) && !PyList_Check(*out) && !PyTuple_Check(*out);
 }
@@ -147,6 +160,10 @@ void add_fast_calls(py::module_& m) {
   slow_name = PyUnicode_InternFromString("_all_reduce");
   op_name = PyUnicode_InternFromString("op");
   out_name = PyUnicode_InternFromString("out");
+  async_op_name = PyUnicode_InternFromString("async_op");
+  algorithm_name = PyUnicode_InternFromString("algorithm");
+  deterministic_name = PyUnicode_InternFromString("deterministic");
+  timeout_name = PyUnicode_InternFromString("timeout");
   PyObject* type = PyType_FromSpec(&spec);
   if (type == nullptr) throw py::error_already_set();
   m.attr("FastCalls") = py::reinterpret_steal<py::object>(type);
