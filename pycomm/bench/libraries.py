@@ -66,7 +66,11 @@ class Pycomm:
             case "all_reduce":
                 if slots.place == "in":
                     return partial(comm.all_reduce, data, op, **options)
-                return partial(comm.all_reduce, data, op, out=out, **options)
+                if options:
+                    return partial(comm.all_reduce, data, op, out=out, **options)
+                # partial would merge keyword dictionaries in each call, which no user's program does.
+                all_reduce = comm.all_reduce
+                return lambda: all_reduce(data, op, out=out)
             case "reduce":
                 if slots.place == "in" or me != root:
                     return partial(comm.reduce, data, root, op, **options)
