@@ -50,7 +50,7 @@ def bench(folder: Path) -> int:
     arguments = ["all_reduce", "-b", "4", "-e", "64M", "-f", "4", "--peer", "gloo"]
     arguments += ["--ranks", str(N_RANKS), "--max-seconds", str(BENCH_SECONDS)]
     arguments += ["--json", str(folder / "all_reduce.json"), "--plot", str(folder / "all_reduce.png")]
-    command = [sys.executable, "-c", "from pycomm.cli import main; main()", "bench", *arguments]
+    command = [sys.executable, "-m", "pycomm.cli", "bench", *arguments]
     return subprocess.run(command, check=False).returncode
 
 

@@ -85,9 +85,9 @@ def table(summaries: Mapping[str, Summary], config: TrainConfig) -> Table:
     """Speed, exposed communication and differences of every run."""
     n_tokens = config.n_rows * config.model.n_positions
     result = Table(title="The same training, three ways", title_justify="left")
-    result.add_column("run")
-    for name in ("final loss", "tokens/s", "step (ms)", "exposed", "|Δ loss|", "|Δ norm|/norm"):
-        result.add_column(name, justify="right")
+    result.add_column("run", no_wrap=True)
+    for name in ("loss", "tokens/s", "ms", "exposed", "Δ loss", "Δ norm"):
+        result.add_column(name, justify="right", no_wrap=True)
     for way, run in summaries.items():
         largest = differences(run, summaries["one"])
         result.add_row(
@@ -100,10 +100,10 @@ def table(summaries: Mapping[str, Summary], config: TrainConfig) -> Table:
             "–" if way == "one" else f"{largest.norm:.1e}",
         )
     result.caption = (
-        "tokens/s and step: median over the steps, of the slower rank. exposed: share of the step that the "
-        "rank's own thread spends in communication, waiting for the other rank included; pycomm: all time "
-        "inside its DDP; gloo: from the rank's last gradient until backward returns. Δ: largest over all "
-        "steps, against one process; "
+        "loss: of the last step, nats per byte. tokens/s and ms: median step, of the slower rank. exposed: "
+        "share of the step that the rank's own thread spends in communication, waiting for the other rank "
+        "included; pycomm: all time inside its DDP; gloo: from the rank's last gradient until backward "
+        "returns. Δ: largest difference over all steps to one process, the norm's relative; "
         f"tolerance {LOSS_TOLERANCE:.0e} for the loss, {NORM_TOLERANCE:.0e} for the gradient's norm."
     )
     result.caption_justify = "left"

@@ -37,7 +37,7 @@ WAYS = ("pycomm", "one", "gloo")
 class TrainConfig:
     """The same for every way of training."""
 
-    n_steps: int = 80
+    n_steps: int = 64
     n_rows: int = 16  # of the global batch
     seed: int = 2026
     learning_rate: float = 1e-3
