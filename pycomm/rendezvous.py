@@ -97,7 +97,7 @@ def _torchrun_store(rank: int, size: int, timeout: float) -> Any:
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = os.environ["MASTER_ADDR"], _integer("MASTER_PORT")
     # multi_tenant: torch.distributed may serve a store of its own on the same port of this process.
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         host,
         port,
         size,

@@ -1,4 +1,4 @@
-"""send, recv, isend, irecv: matched by (source, tag) in order; any source, both directions at once, faults."""
+"""send, recv, isend, irecv: matched by (source, tag) in order; any source, both directions, faults."""
 
 from __future__ import annotations
 
