@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 bench/ddp_overlap.py [--rounds 8] [--cap 25]
 
-Trains the demo's model (2.4 million parameters) on random bytes; the variants take turns, so that they see
+Trains the demo's model (1.4 million parameters) on random bytes; the variants take turns, so that they see
 the same machine. Set OMP_NUM_THREADS to the threads of a rank. The answer goes into the default of
 ``DistributedDataParallel``'s ``overlap``: a thread beside backward needs a core of its own.
 """

@@ -28,7 +28,7 @@ def train_all(folder: Path, config: TrainConfig, console: Console) -> dict[str, 
     """Trains every way, one after the other, with a progress bar each."""
     summaries = {}
     columns = (
-        TextColumn("{task.description:<30}"),
+        TextColumn("{task.description:<16}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

@@ -1,7 +1,8 @@
 """Starts one way of training and follows it: two ranks under torchrun, or one process.
 
-The ranks together and the one process use the same number of threads. What they print to stderr goes to
-FOLDER/<way>.log; its first traceback is shown when they fail.
+Every process has one thread, as torchrun would have it, also the one that trains alone: threads that meet
+after each operation suffer most on a busy machine, and would make the comparison one of luck. What they print
+to stderr goes to FOLDER/<way>.log; its first traceback is shown when they fail.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def run_way(way: str, folder: Path, n_steps: int, on_step: Callable[[int, float]
     command = [sys.executable, *([] if way == "one" else torchrun), *task]
     environment = {
         **os.environ,
-        "OMP_NUM_THREADS": str(N_RANKS // n_ranks),
+        "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
     results = [folder / f"{way}.rank{rank}.json" for rank in range(n_ranks)]

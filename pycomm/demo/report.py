@@ -14,9 +14,9 @@ from pycomm.demo.train import TrainConfig
 __all__ = ["check_plot_possible", "curves_as_text", "picture", "table"]
 
 NAMES = {
-    "pycomm": "pycomm DDP, 2 ranks",
+    "pycomm": "pycomm, 2 ranks",
     "one": "one process",
-    "gloo": "torch DDP over gloo, 2 ranks",
+    "gloo": "gloo, 2 ranks",
 }
 
 
@@ -100,10 +100,11 @@ def table(summaries: Mapping[str, Summary], config: TrainConfig) -> Table:
             "–" if way == "one" else f"{largest.norm:.1e}",
         )
     result.caption = (
-        "loss: of the last step, nats per byte. tokens/s and ms: median step, of the slower rank. exposed: "
-        "share of the step that the rank's own thread spends in communication, waiting for the other rank "
-        "included; pycomm: all time inside its DDP; gloo: from the rank's last gradient until backward "
-        "returns. Δ: largest difference over all steps to one process, the norm's relative; "
+        "Each rank, and the one process, has one thread. loss: of the last step, nats per byte. tokens/s and "
+        "ms: median step, of the slower rank. exposed: share of the step that the own thread spends in "
+        "communication, waiting for the other rank included; pycomm: all time inside its DDP; gloo (under "
+        "torch's DDP): from the rank's last gradient until backward returns. Δ: largest difference over all "
+        "steps to one process, the norm's relative; "
         f"tolerance {LOSS_TOLERANCE:.0e} for the loss, {NORM_TOLERANCE:.0e} for the gradient's norm."
     )
     result.caption_justify = "left"
