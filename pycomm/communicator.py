@@ -297,14 +297,24 @@ class Communicator(_C.FastCalls, PointToPoint):
 
         Collective over this communicator. Ranks with color None get None.
         """
+        if not (color is None or (isinstance(color, int) and 0 <= color < 2**63)):
+            error = ValueError(f"split: color must be an integer >= 0 or None, got {color!r}")
+            self._refuse(error)
+            raise error
+        if not isinstance(key, int) or not -(2**63) <= key < 2**63:
+            error = ValueError(f"split: key must be a 64-bit integer, got {key!r}")
+            self._refuse(error)
+            raise error
         child = self._c.split(-1 if color is None else color, key)
         return None if child is None else Communicator(child)
 
     def new_group(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator of ``ranks``, in that order; every rank of this one calls it, others get None."""
         wanted = list(ranks)
-        if len(set(wanted)) != len(wanted) or any(not 0 <= r < self.size for r in wanted):
-            error = ValueError(f"new_group: ranks must be distinct and in [0, {self.size}), got {wanted}")
+        if not wanted or len(set(wanted)) != len(wanted) or any(not 0 <= r < self.size for r in wanted):
+            error = ValueError(
+                f"new_group: ranks must be distinct, at least one, and in [0, {self.size}), got {wanted}"
+            )
             self._refuse(error)
             raise error
         inside = self.rank in wanted

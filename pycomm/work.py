@@ -44,9 +44,12 @@ class Work:
             True.
 
         Raises:
+            ValueError: a negative timeout.
             CommTimeoutError: ``timeout`` seconds have passed; the call goes on.
             CommError: the call failed (also PeerLostError, MismatchError).
         """
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"timeout must be seconds >= 0 or None, got {timeout!r}")
         if not self._work.wait(-1.0 if timeout is None else float(timeout)):
             raise CommTimeoutError(f"the call is not done after {timeout} s; it goes on, wait again")
         self._complete()

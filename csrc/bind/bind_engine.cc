@@ -23,41 +23,56 @@ namespace pycomm {
 
 namespace {
 
-Options options_from(const py::dict& d) {
-  Options o;
+void set_option(const std::string& key, const py::handle& v, Options* o) {
+  if (key == "op")
+    o->op = v.cast<int>();
+  else if (key == "root")
+    o->root = v.cast<int>();
+  else if (key == "scalar")
+    o->scalar = v.cast<double>();
+  else if (key == "counts")
+    o->counts = v.cast<std::vector<uint64_t>>();
+  else if (key == "send_counts")
+    o->send_counts = v.cast<std::vector<uint64_t>>();
+  else if (key == "recv_counts")
+    o->recv_counts = v.cast<std::vector<uint64_t>>();
+  else if (key == "algorithm")
+    o->algorithm = v.cast<std::string>();
+  else if (key == "deterministic")
+    o->deterministic = v.cast<bool>();
+  else if (key == "timeout_s")
+    o->timeout_s = v.cast<double>();
+  else
+    throw py::cast_error("there is no such argument");
+}
+
+Status options_from(const py::dict& d, Options* o) {
   for (const auto& [k, v] : d) {
-    const auto key = k.cast<std::string>();
     if (v.is_none()) continue;
-    if (key == "op")
-      o.op = v.cast<int>();
-    else if (key == "root")
-      o.root = v.cast<int>();
-    else if (key == "scalar")
-      o.scalar = v.cast<double>();
-    else if (key == "counts")
-      o.counts = v.cast<std::vector<uint64_t>>();
-    else if (key == "send_counts")
-      o.send_counts = v.cast<std::vector<uint64_t>>();
-    else if (key == "recv_counts")
-      o.recv_counts = v.cast<std::vector<uint64_t>>();
-    else if (key == "algorithm")
-      o.algorithm = v.cast<std::string>();
-    else if (key == "deterministic")
-      o.deterministic = v.cast<bool>();
-    else if (key == "timeout_s")
-      o.timeout_s = v.cast<double>();
-    else
-      throw py::type_error("unknown option " + key);
+    const auto key = k.cast<std::string>();
+    try {
+      set_option(key, v, o);
+    } catch (const py::cast_error&) {
+      const std::string shown = py::repr(v).cast<std::string>().substr(0, 200);
+      return Status::error(Code::kType,
+                           format("a collective cannot take %s=%s: an unknown argument, or a value "
+                                  "of the wrong type or range",
+                                  key.c_str(), shown.c_str()));
+    }
   }
-  return o;
+  return Status();
 }
 
 // True: done (or a Work); NotImplemented: the tensors need staging by the caller.
 py::object call(PyCommunicator& self, int kind, py::object in, py::object out, uint64_t count,
                 const py::dict& options, bool async_op) {
   auto request = std::make_unique<Request>();
-  Status s = make_request(self, static_cast<CallKind>(kind), in.ptr(), out.ptr(), count,
-                          options_from(options), request.get());
+  Options given;
+  Status s = options_from(options, &given);
+  if (s.ok()) {
+    s = make_request(self, static_cast<CallKind>(kind), in.ptr(), out.ptr(), count, std::move(given),
+                     request.get());
+  }
   if (is_staging(s)) return py::reinterpret_borrow<py::object>(Py_NotImplemented);
   if (s.code() == Code::kInterrupt && PyErr_Occurred() != nullptr) throw py::error_already_set();
   if (!s.ok()) refuse_and_raise(self, s);
@@ -199,7 +214,12 @@ void bind_engine(py::module_& m) {
           [](PyCommunicator& c, double s) { c.comm->group().set_timeout_s(s); })
       .def_readwrite("deterministic", &PyCommunicator::deterministic)
       .def("force_algorithm",
-           [](PyCommunicator& c, int kind, const std::string& name) { c.forced[kind] = name; })
+           [](PyCommunicator& c, int kind, const std::string& name) {
+             uint8_t index;
+             throw_if_error(
+                 algorithm_index(static_cast<CallKind>(kind), name, &index).within("PYCOMM_ALGORITHM"));
+             c.forced[kind] = name;
+           })
       .def("call", &call)
       .def("point_to_point", &point_to_point)
       .def("refuse",

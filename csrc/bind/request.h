@@ -21,6 +21,15 @@ struct PyCommunicator {
   bool deterministic = false;
   std::string forced[kNumCollectives];
 
+  PyCommunicator() = default;
+  ~PyCommunicator() {
+    // In a forked child the threads that it knows of do not exist: joining them, or destroying what they
+    // wait on, would hang. The memory goes with the process.
+    if (node != nullptr && node->forked()) static_cast<void>(comm.release());
+  }
+  PyCommunicator(const PyCommunicator&) = delete;
+  PyCommunicator& operator=(const PyCommunicator&) = delete;
+
   const char* algorithm_for(CallKind kind) const {
     const auto k = static_cast<size_t>(kind);
     return k < kNumCollectives && !forced[k].empty() ? forced[k].c_str() : nullptr;

@@ -210,7 +210,13 @@ Status Communicator::split(int64_t color, int64_t key, CallerHooks* hooks,
   out->reset();
   uint64_t offset = 0;
   PYCOMM_RETURN_IF_ERROR(check_usable());
-  PYCOMM_RETURN_IF_ERROR(allocate_control(*group_->node(), &offset));
+  Status allocated = allocate_control(*group_->node(), &offset);
+  if (!allocated.ok()) {  // no memory: the peers must not wait for us
+    Request refusal;
+    refusal.refusal = allocated.message();
+    PYCOMM_RETURN_IF_ERROR(run(refusal, hooks));
+    return allocated;
+  }
   const int64_t mine[3] = {color, key, static_cast<int64_t>(offset)};
   std::vector<int64_t> all(3 * static_cast<size_t>(size()));
   Request request;

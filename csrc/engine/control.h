@@ -60,7 +60,8 @@ struct Control {
   char failure[1024];
   Flag bell;  // point-to-point (engine/p2p.h): rung by peers; its own sleepers
   Flag bell_sleepers;
-  Flag pipes;  // offset of our pipes, 0 before the first send
+  Flag pipes;     // offset of our pipes, 0 before the first send
+  Flag departed;  // how many peers will never look at this block again
   alignas(4096) Slot slots[kSlots];
 };
 

@@ -12,7 +12,8 @@ double monotonic_s() {
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
-Status allocate_control(const Node& node, uint64_t* offset) {
+Status allocate_control(Node& node, uint64_t* offset) {
+  node.free_retired();
   PYCOMM_RETURN_IF_ERROR(node.arena()->allocate(kControlBytes, offset));
   // The block may be recycled memory: the flags must start from zero, the stages need not.
   Control* c = control_at(node.arena()->base(), *offset);
@@ -28,6 +29,7 @@ Group::Group(std::shared_ptr<Node> node, std::vector<int> node_ranks, int rank, 
       rank_(rank),
       timeout_s_(timeout_s),
       policy_(WaitPolicy::choose(size())) {
+  control_offset_ = controls[static_cast<size_t>(rank_)];
   for (int q = 0; q < size(); q++) {
     bases_.push_back(node_->base(node_ranks_[q]));
     controls_.push_back(control_at(bases_[q], controls[q]));
@@ -35,8 +37,14 @@ Group::Group(std::shared_ptr<Node> node, std::vector<int> node_ranks, int rank, 
 }
 
 Group::~Group() {
-  if (node_ != nullptr && !node_->forked()) leave();
-  // The block itself stays allocated: peers may still look at its flags. It goes with the arena.
+  if (node_ == nullptr || node_->forked()) return;
+  leave();
+  // Our block and pipes stay until every peer has let go of them: it may still look at our flags.
+  node_->retire({control_offset_, own().pipes.word.load(std::memory_order_relaxed)}, own().departed.word,
+                static_cast<uint64_t>(size()) - 1);
+  for (int q = 0; q < size(); q++) {
+    if (q != rank_) control(q).departed.word.fetch_add(1, std::memory_order_acq_rel);
+  }
 }
 
 void Group::leave() {

@@ -26,7 +26,7 @@ class CallerHooks {
 };
 
 // A control block in this rank's arena, its flags zero. A node's first block is one already.
-Status allocate_control(const Node& node, uint64_t* offset);
+Status allocate_control(Node& node, uint64_t* offset);
 
 class Group {
  public:
@@ -65,6 +65,8 @@ class Group {
 
  private:
   const char* gone(int q) const;  // how, null while it is there
+
+  uint64_t control_offset_ = 0;
 
   std::shared_ptr<Node> node_;
   std::vector<int> node_ranks_;

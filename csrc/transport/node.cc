@@ -243,6 +243,21 @@ void Node::close_descriptors() {
   arena_->close_descriptor();
 }
 
+void Node::retire(std::array<uint64_t, 2> offsets, const std::atomic<uint64_t>& count, uint64_t until) {
+  std::lock_guard lock(retired_mutex_);
+  retired_.push_back({offsets, &count, until});
+}
+
+void Node::free_retired() {
+  std::lock_guard lock(retired_mutex_);
+  std::erase_if(retired_, [this](const Retired& r) {
+    if (r.count->load(std::memory_order_acquire) < r.until) return false;
+    arena_->release(r.offsets[0]);
+    if (r.offsets[1] != 0) arena_->release(r.offsets[1]);
+    return true;
+  });
+}
+
 bool Node::alive(int rank) const {
   const Peer& p = peers_[rank];
   if (rank == rank_) return true;

@@ -9,8 +9,11 @@
 // Forked children: pthread_atfork closes our descriptors in the child, and `forked()` is true there.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -38,6 +41,12 @@ class Node {
   bool forked() const { return fork_generation_ != current_fork_generation(); }
   void close_descriptors();  // in a forked child
 
+  // Two allocations of our arena (0: none) that are free when `count`, which lies in the first one, has
+  // reached `until`: a dead peer never counts, so they then go with the arena. free_retired() frees what it
+  // can.
+  void retire(std::array<uint64_t, 2> offsets, const std::atomic<uint64_t>& count, uint64_t until);
+  void free_retired();
+
   static uint64_t current_fork_generation();
 
  private:
@@ -58,6 +67,13 @@ class Node {
   uint64_t fork_generation_ = 0;
   std::shared_ptr<Arena> arena_;
   std::vector<Peer> peers_;
+  struct Retired {
+    std::array<uint64_t, 2> offsets;
+    const std::atomic<uint64_t>* count;
+    uint64_t until;
+  };
+  std::mutex retired_mutex_;
+  std::vector<Retired> retired_;
 };
 
 // Makes `folder` with mode 0700, or checks that it exists, is a folder of ours and closed to others.

@@ -89,8 +89,6 @@ def dropped(rank: int, size: int) -> None:
                 gc.collect()
         kept = torch.ones(2000)
         comm.all_reduce(kept, async_op=True)
-        strided = torch.ones(10, 2)[:, 0]
-        comm.all_reduce(strided, async_op=True)
         comm.isend(torch.full((200_000,), 5.0), 1 - rank)
         gc.collect()
         comm.barrier()
@@ -98,8 +96,6 @@ def dropped(rank: int, size: int) -> None:
         got = torch.zeros(200_000)
         comm.recv(got, 1 - rank)
         assert bool((got == 5).all())
-        comm.barrier()
-        assert strided.tolist() == [1.0 * size] * 10
 
 
 def test_dropping_a_work() -> None:
@@ -161,9 +157,8 @@ def errors(rank: int, size: int) -> None:
             with raises(pycomm.CommError, "rank 0 refused"):
                 work.wait()
             assert "rank 0 refused" in str(work.exception())
-            future = comm.barrier(async_op=True).get_future() if False else work.get_future()
             with raises(pycomm.CommError, "rank 0 refused"):
-                future.wait()
+                work.get_future().wait()
         comm.barrier()
         t = torch.ones(2)
         comm.all_reduce(t, async_op=True).wait()

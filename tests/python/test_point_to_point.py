@@ -1,4 +1,4 @@
-"""send, recv, isend, irecv: matched by (source, tag) in order; any source, both directions, faults."""
+"""send, recv, isend and irecv: matched by (source, tag) in order, any source, both ways at once; faults."""
 
 from __future__ import annotations
 
