@@ -81,6 +81,12 @@ class Communicator(_C.FastCalls, PointToPoint):
         self.size: int = core.size
         _open.add(self)
 
+    def __del__(self) -> None:
+        # Before the works and their tensors go: the progress thread may still be writing into them.
+        core = getattr(self, "_c", None)
+        if core is not None:
+            core.close()
+
     # ---- calls ------------------------------------------------------------------------------------------
 
     def _refuse(self, error: Exception) -> None:

@@ -76,7 +76,8 @@ def load_or_measure(comm: Communicator) -> None:
     mode = os.environ.get("PYCOMM_TUNE", "auto")
     if mode not in ("auto", "off"):
         raise ValueError(f"PYCOMM_TUNE must be auto or off, got {mode!r}")
-    if comm.size == 1 or mode == "off":
+    forced = os.environ.get("PYCOMM_ALGORITHM") or comm.deterministic  # would measure something else
+    if comm.size == 1 or mode == "off" or forced:
         return
     cached = _load(cache_file(comm.size)) if comm.rank == 0 else None
     table = _share(comm, cached)

@@ -113,7 +113,12 @@ py::object point_to_point(PyCommunicator& self, bool is_send, py::object tensor,
 
 py::object empty(PyCommunicator& self, const std::vector<int64_t>& shape, int dtype) {
   size_t n = dtype_size(static_cast<DType>(dtype));
-  for (int64_t s : shape) n *= static_cast<size_t>(s);
+  for (int64_t s : shape) {
+    if (s < 0 || __builtin_mul_overflow(n, static_cast<size_t>(s), &n) || n > (size_t{1} << 62)) {
+      throw_if_error(
+          Status::error(Code::kValue, "empty: the sizes are negative, or too many bytes for any machine"));
+    }
+  }
   struct Block {
     std::shared_ptr<Arena> arena;
     uint64_t offset;

@@ -1,5 +1,7 @@
 #include "bind/request.h"
 
+#include <algorithm>
+
 #include "bind/bind.h"
 #include "bind/tensor.h"
 
@@ -7,17 +9,46 @@ namespace pycomm {
 
 namespace {
 
-// What overlaps must be the same place, or results would depend on timing.
-Status check_overlap(const Call& call, size_t size, uint64_t in_at, uint64_t out_at) {
-  if (!call.in.single() || !call.out.single() || call.in.n_elems() == 0 || call.out.n_elems() == 0)
-    return Status();
-  const std::byte *a = call.in.data(), *b = call.out.data();
-  const bool apart = a + call.in.n_elems() * size <= b || b + call.out.n_elems() * size <= a;
-  const bool same = call.sig.kind != CallKind::kAllToAll && a - in_at * size == b - out_at * size;
-  if (apart || same) return Status();
-  return Status::error(
-      Code::kValue, format("%s: input and output overlap, but not as an in-place call (docs/architecture.md)",
-                           call_kind_name(call.sig.kind)));
+struct Range {
+  const std::byte *begin, *end;
+  uint64_t at;  // of its first element in the buffer
+  bool out;
+};
+
+void add_ranges(const Buffer& b, size_t size, bool out, std::vector<Range>* ranges) {
+  for (uint64_t at = 0; at < b.n_elems();) {
+    uint64_t run;
+    const std::byte* p = b.locate(at, size, &run);
+    run = std::min(run, b.n_elems() - at);
+    ranges->push_back({p, p + run * size, at, out});
+    at += run;
+  }
+}
+
+// Memory may be shared by an input and an output at the same element of the vector (in place), and in no
+// other way: neither a tensor given twice, nor one that lies across others. Results would depend on timing.
+Status check_overlap(const Call& call, size_t size, uint64_t in_at, uint64_t out_at, bool same_object) {
+  if (same_object && call.out.single() && call.sig.kind != CallKind::kAllToAll) return Status();
+  std::vector<Range> ranges;
+  if (!same_object || call.sig.kind == CallKind::kAllToAll) add_ranges(call.in, size, false, &ranges);
+  add_ranges(call.out, size, true, &ranges);
+  std::sort(ranges.begin(), ranges.end(), [](const Range& x, const Range& y) { return x.begin < y.begin; });
+  // An input that overlaps only inputs is read twice, which harms nobody.
+  for (size_t i = 0; i < ranges.size(); i++) {
+    for (size_t j = i + 1; j < ranges.size() && ranges[j].begin < ranges[i].end; j++) {
+      const Range &x = ranges[i], &y = ranges[j];
+      if (!x.out && !y.out) continue;
+      const auto place = [&](const Range& r) {
+        return r.begin - static_cast<std::ptrdiff_t>((r.at + (r.out ? out_at : in_at)) * size);
+      };
+      if (x.out != y.out && place(x) == place(y) && call.sig.kind != CallKind::kAllToAll) continue;
+      return Status::error(
+          Code::kValue, format("%s: tensors overlap in memory, but not as an in-place call does (input and "
+                               "output the same elements of the vector): give separate tensors",
+                               call_kind_name(call.sig.kind)));
+    }
+  }
+  return Status();
 }
 
 // Which share of the vector each tensor must hold.
@@ -148,7 +179,8 @@ Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject*
   const bool out_part = kind == CallKind::kReduceScatter || kind == CallKind::kScatter;
   if (has_in && has_out) {
     PYCOMM_RETURN_IF_ERROR(
-        check_overlap(call, dtype_size(call.sig.dtype), in_part ? before : 0, out_part ? before : 0));
+        check_overlap(call, dtype_size(call.sig.dtype), in_part ? before : 0, out_part ? before : 0),
+        in == out);
   }
   request->counts = std::move(o.counts);
   request->send_counts = std::move(o.send_counts);

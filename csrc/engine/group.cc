@@ -40,6 +40,8 @@ Group::~Group() {
   if (node_ == nullptr || node_->forked()) return;
   leave();
   // Our block and pipes stay until every peer has let go of them: it may still look at our flags.
+  // The node's first block stays for ever: 0 is also how a control block says "no pipes".
+  if (control_offset_ == 0) return;
   node_->retire({control_offset_, own().pipes.word.load(std::memory_order_relaxed)}, own().departed.word,
                 static_cast<uint64_t>(size()) - 1);
   for (int q = 0; q < size(); q++) {
