@@ -178,9 +178,8 @@ Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject*
   const bool in_part = kind == CallKind::kAllGather || kind == CallKind::kGather;
   const bool out_part = kind == CallKind::kReduceScatter || kind == CallKind::kScatter;
   if (has_in && has_out) {
-    PYCOMM_RETURN_IF_ERROR(
-        check_overlap(call, dtype_size(call.sig.dtype), in_part ? before : 0, out_part ? before : 0),
-        in == out);
+    PYCOMM_RETURN_IF_ERROR(check_overlap(call, dtype_size(call.sig.dtype), in_part ? before : 0,
+                                         out_part ? before : 0, in == out));
   }
   request->counts = std::move(o.counts);
   request->send_counts = std::move(o.send_counts);
