@@ -1,4 +1,4 @@
-"""The table "what must hold" for one node: measures every line of it and says met or missed.
+"""The table "what must hold" within a node: measures every line of it and says met or missed.
 
 Five launches (fresh processes each) with 2 ranks against gloo, Open MPI and the memory's limit, and five with
 4 ranks against gloo; fp32 sum, buffers dirtied, every ratio taken within one run, the median over launches
@@ -156,26 +156,26 @@ def main() -> int:
     parser.add_argument("--launches", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=60.0, help="measuring time of each launch")
     parser.add_argument("--no-mpi", action="store_true", help="leave Open MPI out (its lines: not measured)")
-    parser.add_argument("--json", type=Path, help="all reports, a list")
-    parser.add_argument("--markdown", type=Path, help="the table, also printed")
+    parser.add_argument("--json", type=Path, help="all reports, a list, rewritten after each launch")
+    parser.add_argument("--markdown", type=Path, help="the table so far, likewise; printed at the end")
     args = parser.parse_args()
     two_rank_peers = ("gloo",) if args.no_mpi else ("gloo", "mpi")
     reports: list[Report] = []
-    shares: list[dict[str, float]] = []
+    late = late_peer_shares()
+    text, met = "", False
     for i in range(args.launches):
         for n_ranks, peers in ((2, two_rank_peers), (4, ("gloo",))):
             print(f"## launch {i + 1} of {args.launches}, {n_ranks} ranks", flush=True)
             report = launch(Options(ranks=n_ranks, peers=peers, max_seconds=args.seconds))
             assert report is not None, "run this script by itself, not under torchrun or mpirun"
             reports.append(report)
-        shares.append(late_peer_shares())
-    late = {name: statistics.median(share[name] for share in shares) for name in shares[0]}
-    text, met = markdown(reports, late)
+        # after each launch, so that a run which is cut short leaves what it has found
+        text, met = markdown(reports, late)
+        if args.json:
+            args.json.write_text(json.dumps([json.loads(report.to_json()) for report in reports]) + "\n")
+        if args.markdown:
+            args.markdown.write_text(text)
     print(text)
-    if args.json:
-        args.json.write_text(json.dumps([json.loads(report.to_json()) for report in reports]) + "\n")
-    if args.markdown:
-        args.markdown.write_text(text)
     return 0 if met else 1
 
 
