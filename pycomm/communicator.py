@@ -20,7 +20,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,13 @@ _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 def _numel(tensors: Tensors) -> int:
     return tensors.numel() if isinstance(tensors, torch.Tensor) else sum(t.numel() for t in tensors)
+
+
+def _part_sizes(tensors: Any) -> list[int] | None:
+    """The sizes of a list's tensors, one for each rank; None for anything else, which the core judges."""
+    if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, torch.Tensor) for t in tensors):
+        return None
+    return [t.numel() for t in tensors]
 
 
 class Communicator(_C.FastCalls, PointToPoint):
@@ -160,8 +167,7 @@ class Communicator(_C.FastCalls, PointToPoint):
             input: the whole vector (or a list, one tensor for each rank).
             counts: elements of each part, in rank order, the same on every rank; None: equal parts.
         """
-        if counts is None and not isinstance(input, torch.Tensor):
-            counts = [t.numel() for t in input]
+        counts = _part_sizes(input) if counts is None else counts
         return self._call("reduce_scatter", input, output, output, op=op, counts=counts, **options)
 
     def all_gather(
@@ -174,8 +180,7 @@ class Communicator(_C.FastCalls, PointToPoint):
             input: this rank's part; may be its place in ``output`` (in place).
             counts: elements of each part, in rank order, the same on every rank; None: equal parts.
         """
-        if counts is None and not isinstance(output, torch.Tensor):
-            counts = [t.numel() for t in output]
+        counts = _part_sizes(output) if counts is None else counts
         return self._call("all_gather", input, output, output, counts=counts, **options)
 
     def broadcast(self, tensor: Tensors, src: int = 0, **options: Any) -> Any:
@@ -252,9 +257,12 @@ class Communicator(_C.FastCalls, PointToPoint):
 
     def _blocks(self, what: str, tensors: Tensors, splits: Sequence[int] | None) -> list[int]:
         if not isinstance(tensors, torch.Tensor):
-            if splits is not None or len(tensors) != self.size:
+            sizes = _part_sizes(tensors)
+            if sizes is None:
+                raise TypeError(f"all_to_all: {what} must be a tensor or a list of tensors, got {tensors!r}")
+            if splits is not None or len(sizes) != self.size:
                 raise ValueError(f"all_to_all: a list {what} needs {self.size} tensors and no split sizes")
-            return [t.numel() for t in tensors]
+            return sizes
         if splits is None:
             if tensors.numel() % self.size != 0:
                 raise ValueError(
@@ -303,23 +311,25 @@ class Communicator(_C.FastCalls, PointToPoint):
 
         Collective over this communicator. Ranks with color None get None.
         """
-        if not (color is None or (isinstance(color, int) and 0 <= color < 2**63)):
-            error = ValueError(f"split: color must be an integer >= 0 or None, got {color!r}")
-            self._refuse(error)
-            raise error
-        if not isinstance(key, int) or not -(2**63) <= key < 2**63:
-            error = ValueError(f"split: key must be a 64-bit integer, got {key!r}")
-            self._refuse(error)
-            raise error
+        given: tuple[Any, Any] = (color, key)
+        for name, value, lowest in (("color", given[0], 0), ("key", given[1], -(2**63))):
+            if name == "color" and value is None:
+                continue
+            if not isinstance(value, int) or not lowest <= value < 2**63:
+                error = ValueError(f"split: {name} must be an integer in [{lowest}, 2^63), got {value!r}")
+                self._refuse(error)
+                raise error
         child = self._c.split(-1 if color is None else color, key)
         return None if child is None else Communicator(child)
 
     def new_group(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator of ``ranks``, in that order; every rank of this one calls it, others get None."""
-        wanted = list(ranks)
-        if not wanted or len(set(wanted)) != len(wanted) or any(not 0 <= r < self.size for r in wanted):
+        given: Any = ranks
+        wanted: list[Any] = list(given) if isinstance(given, Iterable) else []
+        valid = all(isinstance(r, int) and 0 <= r < self.size for r in wanted)
+        if not wanted or not valid or len(set(wanted)) != len(wanted):
             error = ValueError(
-                f"new_group: ranks must be distinct, at least one, and in [0, {self.size}), got {wanted}"
+                f"new_group: ranks must be distinct, at least one, and in [0, {self.size}), got {ranks!r}"
             )
             self._refuse(error)
             raise error

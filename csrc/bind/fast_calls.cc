@@ -26,26 +26,24 @@ int try_all_reduce(PyCommunicator& core, PyObject* tensor, PyObject* out) {
   Layout layout, out_layout = Layout::kPlain;
   Status s = view_tensor(tensor, "tensor", out == tensor, &view, &layout);
   if (s.ok() && out != tensor) s = view_tensor(out, "out", true, &out_view, &out_layout);
-  if (s.ok() && (layout == Layout::kNeedsStaging || out_layout == Layout::kNeedsStaging)) return 0;
-  if (s.ok() && out == tensor) out_view = view;
-  // What differs or overlaps is for the long way to judge.
-  if (s.ok() && out != tensor) {
+  if (s.code() == Code::kInterrupt && PyErr_Occurred() != nullptr) return -1;
+  // What is wrong, differs or overlaps is for the long way to judge.
+  if (!s.ok() || layout == Layout::kNeedsStaging || out_layout == Layout::kNeedsStaging) return 0;
+  if (out == tensor) out_view = view;
+  if (out != tensor) {
     const size_t n_bytes = view.n_elems * dtype_size(view.dtype);
     const char *a = static_cast<char*>(view.data), *b = static_cast<char*>(out_view.data);
     const bool apart = a + n_bytes <= b || b + n_bytes <= a;
     if (view.dtype != out_view.dtype || view.n_elems != out_view.n_elems || !apart) return 0;
   }
-  if (s.code() == Code::kInterrupt && PyErr_Occurred() != nullptr) return -1;
   Call& c = request.call;
-  if (s.ok()) {
-    c.sig.kind = CallKind::kAllReduce;
-    c.sig.dtype = view.dtype;
-    c.sig.count = view.n_elems;
-    c.in = Buffer(view.data, view.n_elems);
-    c.out = Buffer(out_view.data, view.n_elems);
-    request.deterministic = core.deterministic;
-    s = core.comm->prepare(&request, core.algorithm_for(CallKind::kAllReduce));
-  }
+  c.sig.kind = CallKind::kAllReduce;
+  c.sig.dtype = view.dtype;
+  c.sig.count = view.n_elems;
+  c.in = Buffer(view.data, view.n_elems);
+  c.out = Buffer(out_view.data, view.n_elems);
+  request.deterministic = core.deterministic;
+  s = core.comm->prepare(&request, core.algorithm_for(CallKind::kAllReduce));
   if (!s.ok()) refuse_and_raise(core, s);
   GilHooks hooks;
   if (view.n_elems * dtype_size(view.dtype) > kKeepGilBytes) hooks.before_block();

@@ -91,6 +91,17 @@ Status check_sizes(const PyCommunicator& self, const Call& call, const std::vect
   return Status();
 }
 
+// Which tensors this rank has to give: a rooted call needs one of them at the root only.
+Status check_given(CallKind kind, bool root, bool has_in, bool has_out) {
+  if (kind == CallKind::kBarrier) return Status();
+  const bool in_at_root = kind == CallKind::kBroadcast || kind == CallKind::kScatter;
+  const bool out_at_root = kind == CallKind::kReduce || kind == CallKind::kGather;
+  const bool no_in = !has_in && (root || !in_at_root), no_out = !has_out && (root || !out_at_root);
+  if (!no_in && !no_out) return Status();
+  return Status::error(Code::kType, format("%s: the %s must be a torch.Tensor on this rank, got None",
+                                           call_kind_name(kind), no_in ? "input" : "output"));
+}
+
 uint64_t sum(const std::vector<uint64_t>& v) {
   uint64_t n = 0;
   for (uint64_t x : v) n += x;
@@ -109,12 +120,19 @@ Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject*
   call.sig.root = o.root;
   call.scalar = o.scalar;
   const bool has_in = in != Py_None, has_out = out != Py_None;
-  if (has_in)
-    PYCOMM_RETURN_IF_ERROR(view_tensors(in, "input", in == out, &call.in, &call.sig.dtype, &layout));
+  PYCOMM_RETURN_IF_ERROR(check_given(kind, self.comm->rank() == o.root, has_in, has_out));
+  if (has_in) {
+    const char* what =
+        in == out || kind == CallKind::kReduce || kind == CallKind::kGather ? "tensor" : "input";
+    PYCOMM_RETURN_IF_ERROR(
+        view_tensors(in, what, in == out, &call.in, &call.sig.dtype, &layout).within(call_kind_name(kind)));
+  }
   if (has_out && out == in) {
     call.out = call.in;
   } else if (has_out) {
-    PYCOMM_RETURN_IF_ERROR(view_tensors(out, "output", true, &call.out, &out_dtype, &out_layout));
+    const char* what = kind == CallKind::kBroadcast ? "tensor" : "output";
+    PYCOMM_RETURN_IF_ERROR(
+        view_tensors(out, what, true, &call.out, &out_dtype, &out_layout).within(call_kind_name(kind)));
     if (has_in && out_dtype != call.sig.dtype) {
       return Status::error(Code::kType, format("%s: input is %s, output is %s", call_kind_name(kind),
                                                dtype_name(call.sig.dtype), dtype_name(out_dtype)));

@@ -136,12 +136,15 @@ int contiguous(const dlpack::Tensor& t, uint64_t* n_elems) {
 Status view_by_api(PyObject* tensor, const char* what, TensorView* view, Layout* layout) {
   dlpack::Tensor t;
   if (api->dltensor_from_py_object_no_sync(tensor, &t) != 0) {
-    // Sparse tensors and others without plain memory: say which argument, keep torch's reason.
+    // Sparse tensors and others without plain memory: say which argument, keep torch's reason (its first
+    // line: a C++ stack follows).
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     PyObject* text = value != nullptr ? PyObject_Str(value) : nullptr;
-    Status s = Status::error(Code::kType, format("%s is not a plain dense tensor: %s", what,
-                                                 text != nullptr ? PyUnicode_AsUTF8(text) : "no memory"));
+    const char* reason = text != nullptr ? PyUnicode_AsUTF8(text) : nullptr;
+    if (reason == nullptr) reason = "no memory";
+    Status s = Status::error(Code::kType, format("%s is not a plain dense tensor: %.*s", what,
+                                                 static_cast<int>(std::strcspn(reason, "\n")), reason));
     Py_XDECREF(text);
     Py_XDECREF(type);
     Py_XDECREF(value);
