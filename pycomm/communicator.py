@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -121,11 +122,11 @@ class Communicator(_C.FastCalls, PointToPoint):
             raise
         options.update(op=code, scalar=scalar, timeout_s=timeout)
         kind = KINDS[name]
-        done = self._c.call(kind, inputs, outputs, 0, options, async_op)
+        done = self._c.call(kind, inputs, outputs, options, async_op)
         held: Staged | None = None
         if done is NotImplemented:
             held = staged(inputs, outputs)
-            done = self._c.call(kind, held.inputs, held.outputs, 0, options, async_op)
+            done = self._c.call(kind, held.inputs, held.outputs, options, async_op)
         if not async_op:
             if held is not None:
                 held.write_back()
@@ -319,11 +320,23 @@ class Communicator(_C.FastCalls, PointToPoint):
                 error = ValueError(f"split: {name} must be an integer in [{lowest}, 2^63), got {value!r}")
                 self._refuse(error)
                 raise error
-        child = self._c.split(-1 if color is None else color, key)
-        return None if child is None else Communicator(child)
+        return self._split(color, key, 0)
+
+    def _split(self, color: int | None, key: int, plan: int) -> Communicator | None:
+        core = self._c.split(-1 if color is None else color, key, plan)
+        if core is None:
+            return None
+        child = Communicator(core)
+        tuning.inherit(self, child)
+        return child
 
     def new_group(self, ranks: Sequence[int]) -> Communicator | None:
-        """A communicator of ``ranks``, in that order; every rank of this one calls it, others get None."""
+        """A communicator of ``ranks``, in that order; every rank of this one calls it, others get None.
+
+        Raises:
+            ValueError: ranks repeat, are out of range, or none is given.
+            MismatchError: ranks gave different lists.
+        """
         given: Any = ranks
         wanted: list[Any] = list(given) if isinstance(given, Iterable) else []
         valid = all(isinstance(r, int) and 0 <= r < self.size for r in wanted)
@@ -334,7 +347,9 @@ class Communicator(_C.FastCalls, PointToPoint):
             self._refuse(error)
             raise error
         inside = self.rank in wanted
-        return self.split(0 if inside else None, wanted.index(self.rank) if inside else 0)
+        # The same on every rank, or MismatchError; never 0, which is a split.
+        plan = 1 + zlib.crc32(repr(wanted).encode())
+        return self._split(0 if inside else None, wanted.index(self.rank) if inside else 0, plan)
 
     @property
     def timeout(self) -> float:
@@ -365,7 +380,10 @@ class Communicator(_C.FastCalls, PointToPoint):
         tuning.measure(self, seconds)
 
     def close(self) -> None:
-        """Waits for what is queued and leaves; peers that need this rank get PeerLostError. Idempotent."""
+        """Waits for what is queued and leaves; peers that need this rank get PeerLostError. Idempotent.
+
+        Ctrl-C aborts what is queued instead, and raises KeyboardInterrupt once the communicator is closed.
+        """
         self._c.close()
 
     def abort(self, reason: str = "aborted") -> None:

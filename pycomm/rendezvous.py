@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-_counter = itertools.count()
+_folders = itertools.count()  # of the communicators that meet in a folder named by the environment
 _stores: list[Any] = []  # rank 0 of a store of ours serves it: it must live as long as the process
 
 
@@ -60,12 +60,15 @@ def _other_host(mine: str, first: str, rank: int) -> ValueError:
     )
 
 
-def _by_store(store: Any, rank: int, size: int, number: int, timeout: float) -> Place:
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"pycomm/{run}/{restart}/{number}"
+def _by_store(store: Any, rank: int, size: int, timeout: float) -> Place:
     if size == 1:
         return Place(rank, size, "")
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # Each rank's k-th communicator of this store meets the others' k-th, whatever else it has made meanwhile.
+    # (An agent's store outlives a worker that it restarts, hence the restart count.)
+    prefix = f"pycomm/{run}/{restart}"
+    key = f"{prefix}/{store.add(f'{prefix}/made by rank {rank}', 1)}"
     if rank == 0:
         folder = tempfile.mkdtemp(prefix="pycomm-", dir=_temp_root())
         store.set(key, f"{_host()}\n{folder}")
@@ -116,27 +119,26 @@ def find(store: Any, group: Any, rank: int | None, size: int | None, timeout: fl
     Raises:
         ValueError: the arguments or the environment contradict themselves; the message names the variable.
     """
-    number = next(_counter)
     env = os.environ
     if group is not None:
         return _check(_by_group(group))
     if store is not None:
         if rank is None or size is None:
             raise ValueError("init(store=…) needs rank= and size= too")
-        return _check(_by_store(store, rank, size, number, timeout))
+        return _check(_by_store(store, rank, size, timeout))
     if rank is not None or size is not None:
         raise ValueError("rank= and size= go with store=; without it they come from the environment")
     if "RANK" in env and "WORLD_SIZE" in env:
         rank, size = _integer("RANK"), _integer("WORLD_SIZE")
         if "PYCOMM_RUN_DIR" in env:
-            return _check(Place(rank, size, f"{env['PYCOMM_RUN_DIR']}/pycomm-{number}"))
+            return _check(Place(rank, size, f"{env['PYCOMM_RUN_DIR']}/pycomm-{next(_folders)}"))
         if size == 1:
             return _check(Place(rank, size, ""))
         if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
             raise ValueError(
                 "RANK and WORLD_SIZE are set but MASTER_ADDR and MASTER_PORT are not: start with torchrun"
             )
-        return _check(_by_store(_torchrun_store(rank, size, timeout), rank, size, number, timeout))
+        return _check(_by_store(_torchrun_store(rank, size, timeout), rank, size, timeout))
     for r, s, job in (
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")),
         ("SLURM_PROCID", "SLURM_NTASKS", ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
@@ -146,7 +148,7 @@ def find(store: Any, group: Any, rank: int | None, size: int | None, timeout: fl
             continue
         name = "-".join("".join(c if c.isalnum() else "_" for c in env[j]) for j in job if j in env)
         root = env.get("PYCOMM_RUN_DIR") or _temp_root()
-        return _check(Place(_integer(r), _integer(s), f"{root}/pycomm-{os.getuid()}-{name}-{number}"))
+        return _check(Place(_integer(r), _integer(s), f"{root}/pycomm-{os.getuid()}-{name}-{next(_folders)}"))
     return Place(0, 1, "")
 
 

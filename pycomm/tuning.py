@@ -34,16 +34,7 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduc
 SIZES = {32 << 10: 64 << 10, 512 << 10: 1 << 20, 4 << 20: 2**64 - 1}
 TILES = (128 << 10, 256 << 10)
 #: What another algorithm must win by over the default, so that noise does not choose.
-MARGIN = 1.1
-_CANDIDATES = {
-    "all_reduce": ("one_shot", "direct", "halving_doubling", "ring"),
-    "reduce_scatter": ("direct", "ring"),
-    "all_gather": ("direct", "ring"),
-    "broadcast": ("direct", "binomial"),
-    "reduce": ("direct", "binomial"),
-    "gather": ("direct", "binomial"),
-    "scatter": ("direct", "binomial"),
-}
+MARGIN = 1.15
 
 
 def cache_file(size: int) -> Path:
@@ -87,6 +78,19 @@ def load_or_measure(comm: Communicator) -> None:
         measure(comm, 1.0)
 
 
+def inherit(parent: Communicator, child: Communicator) -> None:
+    """The parent's table for as many ranks, else the cached one (``split``). Collective over child."""
+    if child.size == 1:
+        return
+    if child.size == parent.size:
+        apply(child, read(parent))
+        return
+    off = os.environ.get("PYCOMM_TUNE", "auto") == "off"
+    table = _share(child, _load(cache_file(child.size)) if child.rank == 0 and not off else None)
+    if table is not None:
+        apply(child, table)
+
+
 def measure(comm: Communicator, seconds: float) -> None:
     """Measures, agrees on rank 0's table, and lets rank 0 write it to the cache. Collective."""
     if comm.size == 1:
@@ -111,7 +115,7 @@ def _measure_one(comm: Communicator, kind: int, name: str, deadline: float, defa
         call = _caller(comm, name, n_bytes)
         fallback = next(row for row in default[name] if n_bytes <= row[0])
         best: tuple[float, str, int] | None = None
-        for algorithm in _CANDIDATES[name]:
+        for algorithm in _candidates(name, fallback[1]):
             for tile in TILES if name == "all_reduce" else TILES[1:]:
                 if not _go_on(comm, deadline):
                     break
@@ -125,6 +129,12 @@ def _measure_one(comm: Communicator, kind: int, name: str, deadline: float, defa
         chosen = (fallback[1], fallback[3]) if best is None else best[1:]
         rows.append((up_to, chosen[0], fallback[2], chosen[1]))
     return rows
+
+
+def _candidates(name: str, fallback: str) -> list[str]:
+    """The collective's algorithms of the catalog, the default and `direct` first: time may run out."""
+    names = [str(a.name) for a in _C.schedule.catalog() if a.collective == name]
+    return sorted(names, key=lambda a: (a != fallback, a != "direct"))
 
 
 def _go_on(comm: Communicator, deadline: float) -> bool:

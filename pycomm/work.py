@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import queue
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -92,34 +92,40 @@ class Work:
 
 
 class _Completer:
-    """One daemon thread that waits for works, in order, and completes their Futures."""
+    """One daemon thread that completes the Futures of works, in the order in which the works end."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Work, torch.futures.Future[Any]] | None] = queue.SimpleQueue()
+        self._done: _C.Completions | None = None
+        self._pending: dict[int, tuple[Work, torch.futures.Future[Any]]] = {}
+        self._next = itertools.count()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
     def add(self, work: Work, future: torch.futures.Future[Any]) -> None:
         with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="pycomm-futures", daemon=True)
+            if self._done is None or self._thread is None or not self._thread.is_alive():
+                # A forked child has no thread of its parent's, and none of its works.
+                self._done, self._pending = _C.Completions(), {}
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._done, self._pending), name="pycomm-futures", daemon=True
+                )
                 self._thread.start()
-            self._queue.put((work, future))
+            number = next(self._next)
+            self._pending[number] = (work, future)
+            work._work.announce(self._done, number)
 
     def stop(self) -> None:
-        """Ends the thread after what it has; called before the interpreter's end."""
+        """Ends the thread after what has ended; called before the interpreter's end."""
         with self._lock:
-            if self._thread is None:
+            if self._done is None or self._thread is None:
                 return
-            self._queue.put(None)
+            self._done.stop()
         self._thread.join(timeout=5.0)
 
-    def _run(self) -> None:
-        while True:
-            item = self._queue.get()
-            if item is None:
-                return
-            work, future = item
+    @staticmethod
+    def _run(done: _C.Completions, pending: dict[int, tuple[Work, torch.futures.Future[Any]]]) -> None:
+        while (number := done.pop()) is not None:
+            work, future = pending.pop(number)
             try:
                 work.wait()
             except BaseException as error:

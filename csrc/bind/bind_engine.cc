@@ -64,14 +64,13 @@ Status options_from(const py::dict& d, Options* o) {
 }
 
 // True: done (or a Work); NotImplemented: the tensors need staging by the caller.
-py::object call(PyCommunicator& self, int kind, py::object in, py::object out, uint64_t count,
-                const py::dict& options, bool async_op) {
+py::object call(PyCommunicator& self, int kind, py::object in, py::object out, const py::dict& options,
+                bool async_op) {
   auto request = std::make_unique<Request>();
   Options given;
   Status s = options_from(options, &given);
   if (s.ok()) {
-    s = make_request(self, static_cast<CallKind>(kind), in.ptr(), out.ptr(), count, std::move(given),
-                     request.get());
+    s = make_request(self, static_cast<CallKind>(kind), in.ptr(), out.ptr(), std::move(given), request.get());
   }
   if (is_staging(s)) return py::reinterpret_borrow<py::object>(Py_NotImplemented);
   if (s.code() == Code::kInterrupt && PyErr_Occurred() != nullptr) throw py::error_already_set();
@@ -158,13 +157,13 @@ std::unique_ptr<PyCommunicator> join(const std::string& folder, int rank, int si
   return c;
 }
 
-std::unique_ptr<PyCommunicator> split(PyCommunicator& self, int64_t color, int64_t key) {
+std::unique_ptr<PyCommunicator> split(PyCommunicator& self, int64_t color, int64_t key, int64_t plan) {
   auto c = std::make_unique<PyCommunicator>();
   c->node = self.node;
   c->deterministic = self.deterministic;
   for (int k = 0; k < kNumCollectives; k++) c->forced[k] = self.forced[k];
   GilHooks hooks;
-  raise_after(hooks, self.comm->split(color, key, &hooks, &c->comm));
+  raise_after(hooks, self.comm->split(color, key, plan, &hooks, &c->comm));
   return c->comm != nullptr ? std::move(c) : nullptr;
 }
 
@@ -203,9 +202,19 @@ void bind_engine(py::module_& m) {
     bind_tensor_setup(tensor.ptr(), parameter.ptr(), api.ptr(), grad_enabled.ptr());
   });
   m.def("usable_cores", &usable_cores);
+  py::class_<Completions, std::shared_ptr<Completions>>(m, "Completions")
+      .def(py::init<>())
+      .def("stop", &Completions::stop)
+      .def("pop", [](Completions& c) -> std::optional<uint64_t> {
+        py::gil_scoped_release r;
+        uint64_t id = 0;
+        if (!c.pop(&id)) return std::nullopt;
+        return id;
+      });
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def("wait", &wait_work)
       .def("done", &Work::done)
+      .def("announce", &Work::announce)
       .def("raise_if_failed", [](const Work& w) { throw_if_error(w.result()); })
       .def_readonly("source", &Work::source);
   py::class_<PyCommunicator>(m, "Communicator")
@@ -239,24 +248,18 @@ void bind_engine(py::module_& m) {
       .def("owns", [](const PyCommunicator& c,
                       uintptr_t p) { return c.node->arena()->owns(reinterpret_cast<void*>(p)); })
       .def("arena_bytes_in_use", [](const PyCommunicator& c) { return c.node->arena()->bytes_in_use(); })
-      .def("arena_base", [](const PyCommunicator& c,
-                            int q) { return reinterpret_cast<uintptr_t>(c.comm->group().arena_base(q)); })
       .def("pid", [](const PyCommunicator& c, int q) { return c.node->pid(c.comm->group().node_rank(q)); })
       .def("split", &split)
       .def("selection", &selection)
       .def("set_selection", &set_selection)
-      .def("set_wait_policy",
-           [](PyCommunicator& c, int polls, int yields) {
-             c.comm->group().set_policy({polls, yields});
-           })
       .def("abort",
            [](PyCommunicator& c, const std::string& why) {
              py::gil_scoped_release r;
              c.comm->abort(why);
            })
       .def("close", [](PyCommunicator& c) {
-        py::gil_scoped_release r;
-        c.comm->close();
+        GilHooks hooks;
+        raise_after(hooks, c.comm->close(&hooks));
       });
   add_fast_calls(m);
 }

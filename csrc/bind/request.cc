@@ -110,8 +110,8 @@ uint64_t sum(const std::vector<uint64_t>& v) {
 
 }  // namespace
 
-Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject* out, uint64_t count,
-                    Options o, Request* request) {
+Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject* out, Options o,
+                    Request* request) {
   Call& call = request->call;
   Layout layout = Layout::kPlain, out_layout = Layout::kPlain;
   DType out_dtype = DType::kUInt8;
@@ -142,7 +142,6 @@ Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject*
   if (layout != Layout::kPlain || out_layout != Layout::kPlain)
     return Status::error(Code::kSystem, "needs staging");
   const auto n = static_cast<uint64_t>(self.comm->size());
-  call.sig.count = count;
   if (kind == CallKind::kAllReduce || kind == CallKind::kReduce) call.sig.count = call.in.n_elems();
   if (kind == CallKind::kBroadcast) call.sig.count = call.out.n_elems();
   const bool parted = kind == CallKind::kReduceScatter || kind == CallKind::kAllGather ||

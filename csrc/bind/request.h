@@ -48,8 +48,8 @@ struct Options {
 
 // Builds the request of one call; `in` or `out` may be None where this rank has none. Fails with kValue or
 // kType, naming the argument; `is_staging` tells the failure that only means "not plain memory".
-Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject* out, uint64_t count,
-                    Options o, Request* request);
+Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject* out, Options o,
+                    Request* request);
 bool is_staging(const Status& s);
 
 // Takes the GIL back, then raises when the status is a failure.

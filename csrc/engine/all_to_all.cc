@@ -52,7 +52,7 @@ Status Engine::run_all_to_all(Run& run) {
   first.head.address.detail = largest;
   std::memcpy(first.stage, call.send_counts.data(), call.send_counts.size_bytes());
   hold_slot(0, 1, 0);  // should the call end here, refused; how far it goes is known only below
-  post_head(run, 0, nullptr, 0);
+  post_head(run, 0);
   PYCOMM_RETURN_IF_ERROR(await_heads(run, 0));
   for (int q = 0; q < n_; q++) {
     const Slot& s = group_.control(q).slots[slot_of(0)];
@@ -89,7 +89,7 @@ Status Engine::run_all_to_all(Run& run) {
           gather_from(call.in, send_at[q] + i * slice, part(call.send_counts[q], i), size,
                       stage + q * stride);
       }
-      post_head(run, at, nullptr, 0);
+      post_head(run, at);
     }
     if (i == 0) continue;
     const uint32_t t = i - 1;

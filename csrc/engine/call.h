@@ -43,7 +43,7 @@ struct Signature {
   uint64_t packed() const;
   static Signature unpack(uint64_t packed, uint64_t count, uint32_t extra);
   uint32_t hash() const;
-  std::string text() const;  // "all_reduce/ring(sum, float32, count 1024)"
+  std::string text() const;  // "all_reduce/ring(op sum, float32, count 1024, parameters 00000000)"
 };
 
 uint32_t hash_mix(uint64_t a, uint64_t b);
@@ -65,7 +65,6 @@ class Buffer {
   std::byte* data() const { return data_; }  // of the first piece
   // The piece that holds element `at`: its address, and how many elements follow in it.
   std::byte* locate(uint64_t at, size_t elem_size, uint64_t* run) const;
-  std::span<const Segment> segments() const { return segments_; }
 
  private:
   uint64_t n_elems_ = 0;
@@ -83,7 +82,6 @@ struct Call {
   size_t tile_bytes = 0;
   uint8_t direct_algorithm = 255;  // used when every rank's tensors are in the arena; sig.algorithm otherwise
   int n_chunks = 0;                // pipeline depth, 0: the algorithm's default
-  bool in_place() const { return in.data() == out.data(); }
 };
 
 }  // namespace pycomm

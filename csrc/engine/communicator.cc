@@ -2,53 +2,14 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
+#include <new>
+#include <system_error>
 
 #include "engine/convert.h"
 #include "engine/p2p.h"
 #include "schedule/catalog.h"
 
 namespace pycomm {
-
-// ---- Work ----------------------------------------------------------------------------------------------
-
-void Work::finish(Status status) {
-  {
-    std::lock_guard lock(mutex_);
-    if (done_.load(std::memory_order_relaxed)) return;
-    status_ = std::move(status);
-    done_.store(true, std::memory_order_release);
-  }
-  cv_.notify_all();
-}
-
-Status Work::result() const {
-  std::lock_guard lock(mutex_);
-  return status_.clone();
-}
-
-Status Work::wait(double timeout_s, CallerHooks* hooks, bool* finished) {
-  *finished = true;
-  if (done()) return result();
-  if (hooks != nullptr) hooks->before_block();
-  const double end = timeout_s < 0 ? INFINITY : monotonic_s() + timeout_s;
-  std::unique_lock lock(mutex_);
-  while (!done()) {
-    const double left = end - monotonic_s();
-    if (left <= 0) {
-      *finished = false;
-      return Status();
-    }
-    cv_.wait_for(lock, std::chrono::duration<double>(std::min(left, 0.001 * kSliceMs)));
-    if (hooks == nullptr || done()) continue;
-    lock.unlock();
-    PYCOMM_RETURN_IF_ERROR(hooks->poll());
-    lock.lock();
-  }
-  return status_.clone();
-}
-
-// ---- Communicator --------------------------------------------------------------------------------------
 
 Status Communicator::create(std::shared_ptr<Node> node, std::vector<int> node_ranks, int rank,
                             double timeout_s, const std::vector<uint64_t>& controls,
@@ -63,7 +24,7 @@ Status Communicator::create(std::shared_ptr<Node> node, std::vector<int> node_ra
   return Status();
 }
 
-Communicator::~Communicator() { close(); }
+Communicator::~Communicator() { const Status ignored = close(nullptr); }
 
 Status Communicator::check_usable() const {
   if (group_->node()->forked()) {
@@ -104,6 +65,10 @@ Status Communicator::prepare(Request* request, const char* algorithm) {
       PYCOMM_RETURN_IF_ERROR(algorithm_index(sig.kind, algorithm, &sig.algorithm));
       call.direct_algorithm = sig.algorithm;
     }
+    // A one-part algorithm moves one stage a tile, and tiles are counted in 15 bits.
+    const bool huge = sig.count * dtype_size(sig.dtype) / kStageBytes >= kMaxTiles - 1;
+    if (huge && algorithm == nullptr)
+      PYCOMM_RETURN_IF_ERROR(algorithm_index(sig.kind, "direct", &sig.algorithm));
     if (request->deterministic && reduces && algorithm == nullptr) {
       // The measured choice may be one that cannot honour the order; `direct` always can.
       for (uint8_t* a : {&sig.algorithm, &call.direct_algorithm}) {
@@ -134,10 +99,17 @@ Status Communicator::execute(Request& request, CallerHooks* hooks) {
   call.counts = request.counts;
   call.send_counts = request.send_counts;
   call.recv_counts = request.recv_counts;
-  Converted converted;
-  PYCOMM_RETURN_IF_ERROR(converted.begin(*engine_, request.deterministic, &call));
-  PYCOMM_RETURN_IF_ERROR(engine_->run(call, hooks, timeout_s));
-  converted.end();
+  try {
+    Converted converted;
+    PYCOMM_RETURN_IF_ERROR(converted.begin(*engine_, request.deterministic, &call));
+    PYCOMM_RETURN_IF_ERROR(engine_->run(call, hooks, timeout_s));
+    converted.end();
+  } catch (const std::bad_alloc&) {  // peers may be in the call already
+    const Status failure = Status::error(
+        Code::kSystem, format("rank %d ran out of memory in %s", rank(), call_kind_name(call.sig.kind)));
+    group_->fail(failure);
+    return failure.clone();
+  }
   return Status();
 }
 
@@ -154,13 +126,7 @@ Status Communicator::run(Request& request, CallerHooks* hooks) {
   }
   // Behind what is queued. The request stays ours: we wait for its end before we return.
   auto work = std::make_shared<Work>();
-  {
-    std::lock_guard lock(mutex_);
-    queue_.push_back({std::unique_ptr<Request>(new Request(request)), work});
-    waiting_.fetch_add(1);
-    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
-  }
-  cv_.notify_all();
+  PYCOMM_RETURN_IF_ERROR(enqueue(std::make_unique<Request>(request), work));
   bool finished;
   Status s = work->wait(-1, hooks, &finished);
   if (s.code() == Code::kInterrupt && !work->done()) {
@@ -173,25 +139,32 @@ Status Communicator::run(Request& request, CallerHooks* hooks) {
 std::shared_ptr<Work> Communicator::start(std::unique_ptr<Request> request) {
   auto work = std::make_shared<Work>();
   Status s = check_usable();
-  if (!s.ok()) {
-    work->finish(std::move(s));
-    return work;
-  }
+  if (s.ok()) s = enqueue(std::move(request), work);
+  if (!s.ok()) work->finish(std::move(s));
+  return work;
+}
+
+Status Communicator::enqueue(std::unique_ptr<Request> request, std::shared_ptr<Work> work) {
   {
     std::lock_guard lock(mutex_);
-    queue_.push_back({std::move(request), work});
+    if (stop_) return Status::error(Code::kClosed, "the communicator is closed");
+    try {
+      if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+    } catch (const std::system_error& e) {
+      return Status::error(Code::kSystem, format("cannot start the progress thread: %s", e.what()));
+    }
+    queue_.push_back({std::move(request), std::move(work)});
     waiting_.fetch_add(1);
-    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
   }
   cv_.notify_all();
-  return work;
+  return Status();
 }
 
 void Communicator::serve() {
   std::unique_lock lock(mutex_);
   for (;;) {
     cv_.wait(lock, [this] { return stop_ || !queue_.empty(); });
-    if (queue_.empty()) return;
+    if (queue_.empty()) break;
     while (busy_.exchange(true)) cv_.wait(lock);
     Job job = std::move(queue_.front());
     queue_.pop_front();
@@ -203,10 +176,12 @@ void Communicator::serve() {
     job.work->finish(std::move(s));
     lock.lock();
   }
+  cv_.notify_all();  // close() waits for the last job
 }
 
-Status Communicator::split(int64_t color, int64_t key, CallerHooks* hooks,
+Status Communicator::split(int64_t color, int64_t key, int64_t plan, CallerHooks* hooks,
                            std::unique_ptr<Communicator>* out) {
+  constexpr size_t kRow = 4;
   out->reset();
   uint64_t offset = 0;
   PYCOMM_RETURN_IF_ERROR(check_usable());
@@ -217,62 +192,81 @@ Status Communicator::split(int64_t color, int64_t key, CallerHooks* hooks,
     PYCOMM_RETURN_IF_ERROR(run(refusal, hooks));
     return allocated;
   }
-  const int64_t mine[3] = {color, key, static_cast<int64_t>(offset)};
-  std::vector<int64_t> all(3 * static_cast<size_t>(size()));
+  const int64_t mine[kRow] = {color, key, static_cast<int64_t>(offset), plan};
+  std::vector<int64_t> all(kRow * static_cast<size_t>(size()));
+  const auto row = [&](int q) { return &all[kRow * static_cast<size_t>(q)]; };
   Request request;
   request.call.sig.kind = CallKind::kAllGather;
   request.call.sig.dtype = DType::kInt64;
   request.call.sig.count = all.size();
-  request.counts.assign(static_cast<size_t>(size()), 3);
-  request.call.in = Buffer(const_cast<int64_t*>(mine), 3);
+  request.counts.assign(static_cast<size_t>(size()), kRow);
+  request.call.in = Buffer(const_cast<int64_t*>(mine), kRow);
   request.call.out = Buffer(all.data(), all.size());
   PYCOMM_RETURN_IF_ERROR(prepare(&request, nullptr));
   Status gathered = run(request, hooks);
   // Refused: no peer has seen the offset. After any other failure one may have, so the block stays.
   if (gathered.code() == Code::kRefused) group_->node()->arena()->release(offset);
   PYCOMM_RETURN_IF_ERROR(std::move(gathered));
+  for (int q = 1; q < size(); q++) {
+    if (row(q)[3] == row(0)[3]) continue;
+    group_->node()->arena()->release(offset);
+    const Status failure = Status::error(
+        Code::kMismatch, format("new_group: rank 0 and rank %d gave different lists of ranks (or one of them "
+                                "called split); all ranks must give the same list in the same order",
+                                q));
+    group_->fail(failure);
+    return failure.clone();
+  }
   if (color < 0) {
     group_->node()->arena()->release(offset);
     return Status();
   }
   std::vector<int> members;
   for (int q = 0; q < size(); q++) {
-    if (all[3 * static_cast<size_t>(q)] == color) members.push_back(q);
+    if (row(q)[0] == color) members.push_back(q);
   }
-  std::stable_sort(members.begin(), members.end(), [&](int a, int b) {
-    return all[3 * static_cast<size_t>(a) + 1] < all[3 * static_cast<size_t>(b) + 1];
-  });
+  std::stable_sort(members.begin(), members.end(), [&](int a, int b) { return row(a)[1] < row(b)[1]; });
   std::vector<int> node_ranks;
   std::vector<uint64_t> offsets;
   int rank = 0;
   for (size_t i = 0; i < members.size(); i++) {
     if (members[i] == group_->rank()) rank = static_cast<int>(i);
     node_ranks.push_back(group_->node_rank(members[i]));
-    offsets.push_back(static_cast<uint64_t>(all[3 * static_cast<size_t>(members[i]) + 2]));
+    offsets.push_back(static_cast<uint64_t>(row(members[i])[2]));
   }
   return create(group_->node(), node_ranks, rank, group_->timeout_s(), offsets, out);
 }
 
 void Communicator::abort(const std::string& why) {
-  if (!group_->failed()) group_->abort(why);
-  // Sleepers look at the group's state every slice; waking them makes it sooner.
+  if (!group_->failed()) group_->abort(why);  // whoever waits looks at it every slice
   p2p_->stop();
 }
 
-void Communicator::close() {
-  if (closed_.exchange(true)) return;
+Status Communicator::close(CallerHooks* hooks) {
+  if (closed_.exchange(true)) return Status();
   if (group_->node()->forked()) {
     if (thread_.joinable()) thread_.detach();  // it does not exist in this process
-    return;
+    return Status();
   }
-  {
-    std::lock_guard lock(mutex_);
-    stop_ = true;
-  }
+  Status s;
+  std::unique_lock lock(mutex_);
+  stop_ = true;
+  waiting_.fetch_add(1);  // from here on nobody runs inline
   cv_.notify_all();
+  while (!queue_.empty() || busy_.exchange(true)) {
+    if (hooks != nullptr) hooks->before_block();
+    cv_.wait_for(lock, std::chrono::milliseconds(kSliceMs));
+    if (hooks == nullptr || !s.ok()) continue;
+    lock.unlock();
+    s = hooks->poll();
+    if (!s.ok()) abort("interrupted while closing (Ctrl-C)");
+    lock.lock();
+  }
+  lock.unlock();
   if (thread_.joinable()) thread_.join();
   p2p_->stop();
   group_->leave();
+  return s;
 }
 
 }  // namespace pycomm

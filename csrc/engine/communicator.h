@@ -15,27 +15,11 @@
 
 #include "engine/engine.h"
 #include "engine/select.h"
+#include "engine/work.h"
 
 namespace pycomm {
 
 class PointToPoint;
-
-// The outcome of an asynchronous call.
-class Work {
- public:
-  void finish(Status status);
-  bool done() const { return done_.load(std::memory_order_acquire); }
-  // Waits at most timeout_s (negative: for ever); false when the time is over. `hooks` as in Engine::run.
-  Status wait(double timeout_s, CallerHooks* hooks, bool* finished);
-  Status result() const;
-  int source = -1;  // recv: who sent
-
- private:
-  std::atomic<bool> done_{false};
-  mutable std::mutex mutex_;
-  std::condition_variable cv_;
-  Status status_;
-};
 
 struct Request {
   Call call;
@@ -64,11 +48,14 @@ class Communicator {
   Status run(Request& request, CallerHooks* hooks);
   std::shared_ptr<Work> start(std::unique_ptr<Request> request);
 
-  // Collective over this communicator. Negative color: this rank gets no child (null).
-  Status split(int64_t color, int64_t key, CallerHooks* hooks, std::unique_ptr<Communicator>* out);
+  // Collective over this communicator. Negative color: this rank gets no child (null). `plan` must be the
+  // same on all ranks: new_group's list, hashed.
+  Status split(int64_t color, int64_t key, int64_t plan, CallerHooks* hooks,
+               std::unique_ptr<Communicator>* out);
   void abort(const std::string& why);
-  // Waits for what is queued (bounded by the timeout), then leaves. Idempotent.
-  void close();
+  // Waits for what runs and what is queued (bounded by the timeout), then leaves. Idempotent. kInterrupt:
+  // Ctrl-C came; the communicator was aborted, and is closed all the same.
+  Status close(CallerHooks* hooks);
   // Fails when closed, failed, or inherited by a forked child.
   Status check_usable() const;
   bool closed() const { return closed_.load(std::memory_order_acquire); }
@@ -80,6 +67,7 @@ class Communicator {
   };
   Communicator() = default;
   Status execute(Request& request, CallerHooks* hooks);
+  Status enqueue(std::unique_ptr<Request> request, std::shared_ptr<Work> work);
   void serve();
 
   std::unique_ptr<Group> group_;
@@ -88,8 +76,8 @@ class Communicator {
   Selector selector_;
   std::atomic<bool> closed_{false};
 
-  // Whoever sets busy_ runs the engine. waiting_ counts queued jobs; both are sequentially consistent, so an
-  // inline call that ends either sees the queued job or is seen by the progress thread.
+  // Whoever sets busy_ runs the engine. waiting_ counts queued jobs, and close(); both are sequentially
+  // consistent, so an inline call that ends either sees the queued job or is seen by the progress thread.
   std::atomic<bool> busy_{false};
   std::atomic<int> waiting_{0};
   std::mutex mutex_;

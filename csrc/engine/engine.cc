@@ -41,12 +41,11 @@ void Engine::hold_slot(uint32_t at, uint32_t done, uint32_t last_position) {
                                 : Until{position((call_ + 1) & 0xffff, 0), slot_of(last_position + 1)};
 }
 
-void Engine::post_head(Run& run, uint32_t tile, const void* tiny, size_t tiny_bytes) {
+void Engine::post_head(Run& run, uint32_t tile) {
   Head& h = group_.own().slots[slot_of(tile)].head;
   h.signature = run.call.sig.packed();
   h.count = run.call.sig.count;
   h.extra = run.call.sig.extra;
-  if (tiny_bytes > 0) std::memcpy(h.tiny, tiny, tiny_bytes);
   publish(h.word, static_cast<uint64_t>(position(call_ & 0xffff, tile)) << 32 | run.hash, Half::kHigh,
           group_.own().sleepers);
 }
@@ -70,7 +69,7 @@ Status Engine::await_heads(Run& run, uint32_t tile) {
 
 // Some rank's head of tile 0 differs from ours: either it refused, or valid calls differ.
 Status Engine::check_agreement(Run& run) {
-  const std::string here = format("%s #%u", call_kind_name(run.call.sig.kind), call_);
+  const std::string here = run.waiting.here();
   for (int q = 0; q < n_; q++) {
     const Slot& s = group_.control(q).slots[slot_of(0)];
     if (q == rank_ || static_cast<CallKind>(s.head.signature & 255) != CallKind::kRefused) continue;
@@ -121,13 +120,14 @@ Status Engine::stage_tile(Run& run, uint32_t tile) {
       n -= have;
     }
   }
-  post_head(run, at, nullptr, 0);
+  post_head(run, at);
   return Status();
 }
 
 Status Engine::run_instrs(Run& run, uint32_t tile, uint32_t first, uint32_t last) {
   for (uint32_t i = first; i < last; i++) {
     const Instr& instr = run.plan->own.instrs[i];
+    run.waiting.progress.round = instr.round;
     for (const Wait& w : instr.waits) PYCOMM_RETURN_IF_ERROR(await_post(run, tile, w));
     run_instr(run, tile, instr);
     if (instr.post) post_progress();

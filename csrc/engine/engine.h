@@ -55,7 +55,7 @@ class Engine {
   uint32_t slot_of(uint32_t at) const { return (base_ + at) % kSlots; }
   Status free_slot(Run& run, uint32_t at);
   void hold_slot(uint32_t at, uint32_t done, uint32_t last_position);
-  void post_head(Run& run, uint32_t tile, const void* tiny, size_t tiny_bytes);
+  void post_head(Run& run, uint32_t tile);
   Status await_heads(Run& run, uint32_t tile);
   Status check_agreement(Run& run);
   Status await_post(Run& run, uint32_t tile, const Wait& w);

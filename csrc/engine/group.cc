@@ -79,7 +79,7 @@ const char* Group::gone(int q) const {
 }
 
 // Whether a dead peer still matters is for whoever waits for it to say: it may have done its part and gone.
-Status Group::trouble(int peer, const std::string& here) const {
+Status Group::trouble(int peer, const std::string& here, const std::string& progress) const {
   for (int q = 0; q < size(); q++) {
     const Control& c = control(q);
     if (q == rank() ||
@@ -97,15 +97,17 @@ Status Group::trouble(int peer, const std::string& here) const {
   }
   const char* how = peer == rank() ? nullptr : gone(peer);
   if (how == nullptr) return Status();
-  return Status::error(Code::kPeerLost, format("%s: %s %s; its last collective was %s", here.c_str(),
-                                               describe(peer).c_str(), how, last_call(peer).c_str()));
+  return Status::error(Code::kPeerLost,
+                       format("%s: %s %s; its last collective was %s%s", here.c_str(), describe(peer).c_str(),
+                              how, last_call(peer).c_str(), progress.c_str()));
 }
 
 std::string Group::describe(int q) const {
   const int r = node_rank(q);
   std::string s = format("rank %d", q);
   if (node_->pid(r) > 0)
-    s += format(" (pid %lld, %s)", static_cast<long long>(node_->pid(r)), node_->process_state(r));
+    s += format(" (host %s, pid %lld, %s)", node_->host().c_str(), static_cast<long long>(node_->pid(r)),
+                node_->process_state(r));
   return s;
 }
 
@@ -121,7 +123,8 @@ std::string Group::last_call(int q) const {
     }
   }
   if (at == 0) return "no collective yet";
-  return Signature::unpack(latest->signature, latest->count, latest->extra).text() + format(" #%u", at >> 16);
+  const uint32_t number = calls() - static_cast<uint32_t>(static_cast<int16_t>(calls() - (at >> 16)));
+  return Signature::unpack(latest->signature, latest->count, latest->extra).text() + format(" #%u", number);
 }
 
 void Waiting::before_block() {
@@ -129,19 +132,30 @@ void Waiting::before_block() {
   if (started_s_ == 0) started_s_ = monotonic_s();
 }
 
+std::string Waiting::here() const {
+  return algorithm_ == nullptr ? format("%s #%u", what_, call_)
+                               : format("%s/%s #%u", what_, algorithm_, call_);
+}
+
+std::string Waiting::progress_text() const {
+  if (progress.n_rounds == 0) return "";
+  return format("; round %u of %u, %llu of %llu bytes done", progress.round + 1, progress.n_rounds,
+                static_cast<unsigned long long>(progress.n_bytes),
+                static_cast<unsigned long long>(progress.of_bytes));
+}
+
 Status Waiting::check(int peer) {
   if (group_.failed()) return group_.failure();
   if (hooks_ != nullptr) PYCOMM_RETURN_IF_ERROR(hooks_->poll());
-  const std::string here = format("%s #%u", what_, call_ & 0xffff);
-  PYCOMM_RETURN_IF_ERROR(group_.trouble(peer, here));
+  PYCOMM_RETURN_IF_ERROR(group_.trouble(peer, here(), progress_text()));
   const double waited = monotonic_s() - started_s_;
   if (waited > timeout_s_) {
     return Status::error(
         Code::kTimeout,
         format("%s: waited %.1f s for %s; its last collective was %s (timeout %.1f s; is it slow, "
-               "stopped, or did it skip this call?)",
-               here.c_str(), waited, peer < 0 ? "any rank" : group_.describe(peer).c_str(),
-               peer < 0 ? "unknown" : group_.last_call(peer).c_str(), timeout_s_));
+               "stopped, or did it skip this call?)%s",
+               here().c_str(), waited, peer < 0 ? "any rank" : group_.describe(peer).c_str(),
+               peer < 0 ? "unknown" : group_.last_call(peer).c_str(), timeout_s_, progress_text().c_str()));
   }
   return Status();
 }

@@ -55,12 +55,17 @@ class Group {
   Status failure() const;  // ok while usable
   bool failed() const { return failed_.load(std::memory_order_acquire); }
 
-  // What makes it hopeless to wait for `peer` (-1: any of them): a rank that failed, or the peer has gone.
-  Status trouble(int peer, const std::string& here) const;
+  // Number of this rank's latest collective, for the texts of errors.
+  uint32_t calls() const { return calls_.load(std::memory_order_relaxed); }
+  void set_calls(uint32_t n) { calls_.store(n, std::memory_order_relaxed); }
 
-  // "rank 3 (pid 811, sleeping)"
+  // What makes it hopeless to wait for `peer` (-1: any of them): a rank that failed, or the peer has gone.
+  // `progress` is added where this rank saw it first.
+  Status trouble(int peer, const std::string& here, const std::string& progress) const;
+
+  // "rank 3 (host b, pid 811, sleeping)"
   std::string describe(int q) const;
-  // What q entered last: "all_reduce/ring(…) #1042".
+  // What q entered last: "all_reduce/ring(…) #1042". Its head shows 16 bits of the number; ours is near it.
   std::string last_call(int q) const;
 
  private:
@@ -76,6 +81,7 @@ class Group {
   std::vector<Control*> controls_;
   std::vector<std::byte*> bases_;
   std::atomic<bool> failed_{false};
+  std::atomic<uint32_t> calls_{0};
   mutable std::mutex failure_mutex_;
   Status failure_;
 };
@@ -83,10 +89,24 @@ class Group {
 // A call that may have to wait: the deadline (from the first time it blocks), and all that ends a wait early.
 class Waiting final : public WaitClient {
  public:
-  Waiting(Group& group, CallerHooks* hooks, double timeout_s, const char* what, uint32_t call)
-      : group_(group), hooks_(hooks), timeout_s_(timeout_s), what_(what), call_(call) {}
+  // How far the call is, for errors; n_rounds 0: not known.
+  struct Progress {
+    uint32_t round = 0, n_rounds = 0;
+    uint64_t n_bytes = 0, of_bytes = 0;
+  };
+  Progress progress;
+
+  Waiting(Group& group, CallerHooks* hooks, double timeout_s, const char* what, const char* algorithm,
+          uint32_t call)
+      : group_(group),
+        hooks_(hooks),
+        timeout_s_(timeout_s),
+        what_(what),
+        algorithm_(algorithm),
+        call_(call) {}
   void before_block() override;
   Status check(int peer) override;  // peer -1: any of them
+  std::string here() const;         // "all_reduce/ring #1042"
 
   // Waits until `word` of `peer` fulfils `ready`.
   template <class Ready>
@@ -95,10 +115,13 @@ class Waiting final : public WaitClient {
   }
 
  private:
+  std::string progress_text() const;  // "; round 5 of 14, 49152 of 65536 bytes done"
+
   Group& group_;
   CallerHooks* hooks_;
   double timeout_s_;
   const char* what_;
+  const char* algorithm_;  // null: none
   uint32_t call_;
   double started_s_ = 0;
 };

@@ -263,9 +263,17 @@ bool PointToPoint::pull(int from) {
 bool PointToPoint::progress() {
   bool moved = false;
   if (ended_) return false;
-  for (int q = 0; q < group_.size(); q++) {
-    moved = push(q) || moved;
-    moved = pull(q) || moved;
+  try {
+    for (int q = 0; q < group_.size(); q++) {
+      moved = push(q) || moved;
+      moved = pull(q) || moved;
+    }
+  } catch (const std::bad_alloc&) {  // a message that nobody has asked for yet is too large to keep
+    const Status failure = Status::error(
+        Code::kSystem,
+        format("rank %d has no memory for a message that it has not received yet", group_.rank()));
+    group_.fail(failure);
+    fail_all(failure);
   }
   return moved;
 }
@@ -338,7 +346,7 @@ Status PointToPoint::find_hopeless() const {
       return Status::error(Code::kTimeout, format("%s: timed out waiting for %s", here.c_str(),
                                                   peer < 0 ? "any rank" : group_.describe(peer).c_str()));
     }
-    return group_.trouble(peer, here);
+    return group_.trouble(peer, here, "");
   };
   for (int q = 0; q < group_.size(); q++) {
     if (outbound_[q].empty()) continue;

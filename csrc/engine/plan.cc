@@ -280,12 +280,12 @@ Status make_plan(const Algorithm& algorithm, int rank, int n_ranks, int root, in
     if (tiled && plan->n_posts[r] > 0 && second < program[r].size()) plan->n_stages = 2;
     if (r == rank) {
       plan->second_stage = second;
-      plan->own.n_exposed = n_exposed;
       plan->own.n_private = n_private;
     }
   }
   for (const auto& list : program) {
     for (const Instr& i : list) {
+      plan->n_rounds = std::max(plan->n_rounds, i.round + 1);
       for (Ref x : i.srcs) {
         const ChunkPlace& c = plan->chunks[x.rank][x.chunk];
         const bool shared_scratch = !c.is_in && !c.is_out && i.dsts[0].rank != x.rank;

@@ -63,7 +63,6 @@ struct RankPlan {
   std::vector<Instr> instrs;
   std::vector<ChunkPlace> chunks;
   uint32_t n_posts = 0;
-  uint32_t n_exposed = 0;
   uint32_t n_private = 0;        // private scratch chunks
   std::vector<Wait> exit_waits;  // direct mode: peers that still use our memory
 };
@@ -73,6 +72,7 @@ struct Plan {
   int rank;
   int n_ranks;
   uint32_t n_parts = 0;
+  uint32_t n_rounds = 0;
   uint32_t max_exposed = 1;   // over ranks: how many slices share a slot
   bool one_shot = false;      // tiled: every rank reads all inputs once and is done (one part, no posts)
   bool fused_scale = false;   // every reduction is complete, so avg can divide inside it

@@ -20,6 +20,7 @@ Status Engine::run_tiles(Run& run) {
     if (i < run.n_tiles) PYCOMM_RETURN_IF_ERROR(stage_tile(run, i));
     if (i >= 1 && i - 1 < run.n_tiles) {
       const uint32_t t = i - 1;
+      run.waiting.progress.n_bytes = run.done_bytes(t);
       if (t == 0 && run.first_tile > 0) PYCOMM_RETURN_IF_ERROR(await_heads(run, 0));
       PYCOMM_RETURN_IF_ERROR(await_heads(run, run.first_tile + t));
       PYCOMM_RETURN_IF_ERROR(run_instrs(run, t, 0, plan.second_stage));
@@ -46,7 +47,7 @@ Status Engine::run_eager_one_shot(Run& run) {
     return tiny ? reinterpret_cast<std::byte*>(s.head.tiny) : s.stage;
   };
   if (n_bytes > 0) std::memcpy(data(rank_), call.in.data(), n_bytes);
-  post_head(run, 0, nullptr, 0);
+  post_head(run, 0);
   PYCOMM_RETURN_IF_ERROR(await_heads(run, 0));
   for (int q = 0; q < n_; q++) srcs_[q] = data(q);
   dsts_[0] = call.out.data();
@@ -112,7 +113,7 @@ Status Engine::offer_direct(Run& run, bool* direct) {
                                       : same              ? InPlace::kYes
                                                           : InPlace::kNo);
   const bool offered = mine.in != kNoAddress && mine.out != kNoAddress;
-  post_head(run, 0, nullptr, 0);
+  post_head(run, 0);
   *direct = false;
   if (!offered) return Status();
   PYCOMM_RETURN_IF_ERROR(await_heads(run, 0));
@@ -187,6 +188,7 @@ Status Engine::run_collective(Run& run) {
   run.tiny = eager && plan.max_exposed == 1 && run.slice * run.elem_size <= kTinyBytes;
   run.first_tile = eager ? 0 : 1;
   run.last_position = run.first_tile + run.n_tiles - 1;
+  run.waiting.progress = {0, plan.n_rounds, 0, call.sig.count * run.elem_size};
   if (!eager) {
     bool direct = false;
     PYCOMM_RETURN_IF_ERROR(offer_direct(run, &direct));
@@ -198,7 +200,7 @@ Status Engine::run_collective(Run& run) {
 Status Engine::run_barrier(Run& run) {
   PYCOMM_RETURN_IF_ERROR(free_slot(run, 0));
   hold_slot(0, 1, 0);
-  post_head(run, 0, nullptr, 0);
+  post_head(run, 0);
   return await_heads(run, 0);
 }
 
@@ -207,7 +209,7 @@ Status Engine::run(const Call& call, CallerHooks* hooks, double timeout_s) {
   const Plan* plan = nullptr;
   const bool planned = call.sig.kind != CallKind::kAllToAll && call.sig.kind != CallKind::kBarrier;
   if (planned) PYCOMM_RETURN_IF_ERROR(plan_for(call, call.sig.algorithm, PlanMode::kTiled, &plan));
-  call_++;
+  group_.set_calls(++call_);
   Run run(call, group_, hooks, timeout_s, call_, planned ? plan->n_parts : 1);
   run.plan = plan;
   Status s = planned                               ? run_collective(run)
@@ -235,6 +237,8 @@ Status Engine::run(const Call& call, CallerHooks* hooks, double timeout_s) {
     base_++;
     return s;
   }
+  // A stopped peer that wakes up later finishes the instruction it was in, and may write where we offered.
+  for (const Buffer* b : {&call.in, &call.out}) group_.node()->arena()->quarantine(b->data());
   const bool interrupted = s.code() == Code::kInterrupt;
   group_.fail(interrupted ? Status::error(Code::kClosed, format("%s #%u was interrupted (Ctrl-C)",
                                                                 call_kind_name(call.sig.kind), call_))
@@ -246,7 +250,7 @@ Status Engine::refuse(const std::string& why, CallerHooks* hooks, double timeout
   if (group_.failed()) return group_.failure();
   Call call;
   call.sig.kind = CallKind::kRefused;
-  call_++;
+  group_.set_calls(++call_);
   Run run(call, group_, hooks, timeout_s, call_, 1);
   Status s = free_slot(run, 0);
   if (!s.ok()) {
@@ -258,7 +262,7 @@ Status Engine::refuse(const std::string& why, CallerHooks* hooks, double timeout
   const size_t n = std::min<size_t>(why.size(), 1000);
   std::memcpy(text, why.data(), n);
   text[n] = 0;
-  post_head(run, 0, nullptr, 0);
+  post_head(run, 0);
   base_++;
   return Status();
 }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "schedule/catalog.h"
 
 namespace pycomm {
 
@@ -70,11 +71,16 @@ struct Engine::Run {
 
   Run(const Call& c, Group& group, CallerHooks* hooks, double timeout_s, uint32_t number, uint32_t n_parts)
       : call(c),
-        waiting(group, hooks, timeout_s, call_kind_name(c.sig.kind), number),
+        waiting(group, hooks, timeout_s, call_kind_name(c.sig.kind),
+                c.sig.algorithm < catalog().size() ? catalog()[c.sig.algorithm].name : nullptr, number),
         elem_size(dtype_size(c.sig.dtype)),
         hash(c.sig.hash()),
         parts(c.sig.count, n_parts, elem_size, c.counts) {}
 
+  // Of the whole vector, when `tiles` tiles are done.
+  uint64_t done_bytes(uint32_t tiles) const {
+    return std::min(call.sig.count, slice * tiles * plan->n_parts) * elem_size;
+  }
   uint64_t slice_len(uint32_t part, uint32_t tile) const {
     const uint64_t len = parts.len(part), at = slice * tile;
     return at >= len ? 0 : std::min(slice, len - at);

@@ -137,7 +137,7 @@ Status Arena::allocate(size_t n_bytes, uint64_t* offset) {
 void Arena::release(uint64_t offset) {
   std::lock_guard lock(mutex_);
   const auto it = used_.find(offset);
-  if (it == used_.end()) return;
+  if (it == used_.end() || quarantined_.contains(offset)) return;
   auto freed = free_.emplace(offset, it->second).first;
   used_.erase(it);
   const auto next = std::next(freed);
@@ -152,6 +152,16 @@ void Arena::release(uint64_t offset) {
       free_.erase(freed);
     }
   }
+}
+
+void Arena::quarantine(const void* p) {
+  if (!owns(p)) return;
+  const uint64_t at = offset_of(p);
+  std::lock_guard lock(mutex_);
+  const auto next = used_.upper_bound(at);
+  if (next == used_.begin()) return;
+  const auto block = std::prev(next);
+  if (at < block->first + block->second) quarantined_.insert(block->first);
 }
 
 size_t Arena::bytes_in_use() const {

@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 
 #include "base/status.h"
 
@@ -33,6 +34,8 @@ class Arena {
 
   Status allocate(size_t n_bytes, uint64_t* offset);
   void release(uint64_t offset);
+  // The block that holds `p` is never used again, even when released: a peer may still write into it.
+  void quarantine(const void* p);
   bool owns(const void* p) const {
     return static_cast<size_t>(static_cast<const std::byte*>(p) - base_) < reserved_;
   }
@@ -54,6 +57,7 @@ class Arena {
   size_t size_ = 0;                  // bytes of the file
   std::map<uint64_t, size_t> free_;  // offset -> bytes, no two adjacent
   std::map<uint64_t, size_t> used_;
+  std::set<uint64_t> quarantined_;  // offsets of used blocks
 };
 
 // A peer's arena mapped into this process.

@@ -27,7 +27,7 @@ struct Hello {
   uint32_t version;
   int32_t rank;
   int32_t size;
-  uint32_t reply;
+  uint32_t unused;
   uint64_t reserved;
 };
 constexpr char kMagic[8] = {'p', 'y', 'c', 'o', 'm', 'm', 0, 1};
@@ -85,6 +85,9 @@ Status make_run_folder(const std::string& folder) {
 Status Node::join(const std::string& folder, int rank, int size, size_t first_block, double timeout_s,
                   Status (*poll)(), std::shared_ptr<Node>* out) {
   std::shared_ptr<Node> node(new Node);
+  char host[256] = "";
+  gethostname(host, sizeof host - 1);
+  node->host_ = host;
   node->rank_ = rank;
   node->size_ = size;
   node->fork_generation_ = current_fork_generation();

@@ -33,6 +33,7 @@ class Node {
   int rank() const { return rank_; }
   int size() const { return size_; }
   const std::shared_ptr<Arena>& arena() const { return arena_; }
+  const std::string& host() const { return host_; }
   std::byte* base(int rank) const { return peers_[rank].base; }
   int64_t pid(int rank) const { return peers_[rank].pid; }
   bool alive(int rank) const;
@@ -65,6 +66,7 @@ class Node {
   int rank_ = 0;
   int size_ = 1;
   uint64_t fork_generation_ = 0;
+  std::string host_;
   std::shared_ptr<Arena> arena_;
   std::vector<Peer> peers_;
   struct Retired {

@@ -28,6 +28,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -38,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 GRACE_S = 5.0
+HOST = socket.gethostname()
 """How long the other ranks may go on after the first one failed."""
 STACKS_S = 3.0
 """How long ranks may take to write their stacks after the time is over."""

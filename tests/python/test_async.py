@@ -10,7 +10,7 @@ import torch
 
 import pycomm
 from cases import check, raises, values
-from ranks import run_ranks
+from ranks import HOST, run_ranks
 
 
 def every_collective(rank: int, size: int) -> None:
@@ -134,12 +134,12 @@ def call_timeout(rank: int, size: int) -> None:
         time.sleep(1.5)
         return
     work = comm.all_reduce(torch.ones(4), async_op=True, timeout=0.5)
-    with raises(pycomm.CommTimeoutError, "all_reduce #1", "rank 1 (pid", "0.5 s"):
+    with raises(pycomm.CommTimeoutError, "all_reduce/one_shot #1", f"rank 1 (host {HOST}, pid", "0.5 s"):
         work.wait()
     assert work.is_completed()
     error = work.exception()
     assert type(error) is pycomm.CommTimeoutError
-    with raises(pycomm.CommTimeoutError, "rank 1 (pid"):
+    with raises(pycomm.CommTimeoutError, f"rank 1 (host {HOST}, pid"):
         comm.barrier()  # it has failed, and says the same again
 
 

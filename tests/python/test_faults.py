@@ -18,7 +18,7 @@ import torch
 
 import pycomm
 from cases import raises
-from ranks import Died, run_ranks
+from ranks import HOST, Died, run_ranks
 
 SOON_S = 3.0  # the promise is a second; this machine may be busy
 
@@ -49,7 +49,7 @@ def killed(rank: int, size: int, when: str) -> tuple[float, str]:
         while True:
             comm.all_reduce(mine)
     begin = time.time()
-    with raises(pycomm.PeerLostError, f"rank 1 (pid {pid}", "died"):
+    with raises(pycomm.PeerLostError, f"rank 1 (host {HOST}, pid {pid}", "died"):
         for i in range(10**9):
             if when == "waiting" and i == 1 and rank == 2:
                 wait_for(lambda: not os.path.exists(f"/proc/{pid}") or _dead(pid))
@@ -88,7 +88,12 @@ def stopped(rank: int, size: int) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)  # the end of the test kills it
     wait_for(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     comm.timeout = 0.5
-    with raises(pycomm.CommTimeoutError, f"rank 1 (pid {pid}, stopped)", "all_reduce #2", "barrier"):
+    with raises(
+        pycomm.CommTimeoutError,
+        f"rank 1 (host {HOST}, pid {pid}, stopped)",
+        "all_reduce/one_shot #2",
+        "barrier",
+    ):
         comm.all_reduce(torch.ones(10))
     os.kill(pid, signal.SIGKILL)
 
@@ -140,10 +145,10 @@ def aborts(rank: int, size: int) -> None:
         with raises(pycomm.CommError):
             pending.wait()
     elif rank == 1:
-        with raises(pycomm.CommError, "rank 0 (pid", "enough is enough"):
+        with raises(pycomm.CommError, f"rank 0 (host {HOST}, pid", "enough is enough"):
             comm.recv(torch.zeros(1), 0)
     else:
-        with raises(pycomm.CommError, "rank 0 (pid", "enough is enough"):
+        with raises(pycomm.CommError, f"rank 0 (host {HOST}, pid", "enough is enough"):
             comm.barrier(async_op=True).wait()
     assert time.monotonic() - begin < SOON_S
     begin = time.monotonic()
@@ -162,7 +167,7 @@ def ctrl_c(rank: int, size: int, form: str) -> None:
     comm = pycomm.init(timeout=60)
     comm.barrier()
     if rank > 0:
-        with raises(pycomm.CommError, "rank 0 (pid", "interrupted"):
+        with raises(pycomm.CommError, f"rank 0 (host {HOST}, pid", "interrupted"):
             time.sleep(1.0)  # so that rank 0 is blocked in its call
             _calls(comm, form)
             comm.barrier()

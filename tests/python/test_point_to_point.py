@@ -13,7 +13,7 @@ import torch
 
 import pycomm
 from cases import DTYPES, check, raises, values
-from ranks import Died, run_ranks
+from ranks import HOST, Died, run_ranks
 
 #: More than all cells of a pipe hold (8 × 32 KiB): the sender needs the receiver's help.
 LARGE = 300_007
@@ -225,7 +225,7 @@ def lost_peer(rank: int, size: int, how: str, form: str) -> float:
         return 0.0
     # An abort is an error of the aborter's making, and told as such.
     kind = pycomm.CommError if how == "aborted" else pycomm.PeerLostError
-    with raises(kind, f"rank 2 (pid {pid}", "recv" if "recv" in form else "send"):
+    with raises(kind, f"rank 2 (host {HOST}, pid {pid}", "recv" if "recv" in form else "send"):
         if form == "recv":
             comm.recv(torch.zeros(4), 2)
         elif form == "irecv":
@@ -269,7 +269,7 @@ def deadlines(rank: int, size: int) -> None:
     comm = pycomm.init(timeout=0.4)
     if rank == 0:
         begin = time.monotonic()
-        with raises(pycomm.CommTimeoutError, "recv", "rank 1 (pid"):
+        with raises(pycomm.CommTimeoutError, "recv", f"rank 1 (host {HOST}, pid"):
             comm.recv(torch.zeros(1), 1, timeout=1.2)  # the call's own time counts, not the communicator's
         assert 1.1 < time.monotonic() - begin < 3.0
     else:

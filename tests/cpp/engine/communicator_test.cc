@@ -96,7 +96,7 @@ TEST(Queue, CloseFinishesWhatIsQueued) {
     std::vector<std::shared_ptr<Work>> works;
     for (int i = 0; i < 10; i++)
       works.push_back(self.comm->start(all_reduce_request(*self.comm, v.data(), v.data(), v.size())));
-    self.comm->close();
+    PYCOMM_ASSERT_OK(self.comm->close(nullptr));
     for (const auto& w : works) {
       EXPECT_TRUE(w->done());
       PYCOMM_ASSERT_OK(w->result());
@@ -157,7 +157,7 @@ TEST(Split, ByColorAndKey) {
   run_ranks(5, [](TestRank& self) {
     // Even and odd ranks, in reverse order.
     std::unique_ptr<Communicator> child;
-    PYCOMM_ASSERT_OK(self.comm->split(self.rank % 2, -self.rank, nullptr, &child));
+    PYCOMM_ASSERT_OK(self.comm->split(self.rank % 2, -self.rank, 0, nullptr, &child));
     ASSERT_NE(child, nullptr);
     const bool even = self.rank % 2 == 0;
     EXPECT_EQ(child->size(), even ? 3 : 2);
@@ -187,7 +187,7 @@ TEST(Split, EqualKeysKeepTheOrderAndNegativeColorsStayOut) {
   run_ranks(4, [](TestRank& self) {
     const size_t before = self.arena().bytes_in_use();
     std::unique_ptr<Communicator> child;
-    PYCOMM_ASSERT_OK(self.comm->split(self.rank == 1 ? -1 : 7, 0, nullptr, &child));
+    PYCOMM_ASSERT_OK(self.comm->split(self.rank == 1 ? -1 : 7, 0, 0, nullptr, &child));
     if (self.rank == 1) {
       EXPECT_EQ(child, nullptr);
       EXPECT_EQ(self.arena().bytes_in_use(), before);
@@ -206,9 +206,9 @@ TEST(Split, EqualKeysKeepTheOrderAndNegativeColorsStayOut) {
 TEST(Split, ChildrenOfChildrenOutliveAndOutdieTheirParents) {
   run_ranks(8, [](TestRank& self) {
     std::unique_ptr<Communicator> half, quarter, one;
-    PYCOMM_ASSERT_OK(self.comm->split(self.rank / 4, self.rank, nullptr, &half));
-    PYCOMM_ASSERT_OK(half->split(half->rank() / 2, half->rank(), nullptr, &quarter));
-    PYCOMM_ASSERT_OK(quarter->split(quarter->rank(), 0, nullptr, &one));
+    PYCOMM_ASSERT_OK(self.comm->split(self.rank / 4, self.rank, 0, nullptr, &half));
+    PYCOMM_ASSERT_OK(half->split(half->rank() / 2, half->rank(), 0, nullptr, &quarter));
+    PYCOMM_ASSERT_OK(quarter->split(quarter->rank(), 0, 0, nullptr, &one));
     EXPECT_EQ(half->size(), 4);
     EXPECT_EQ(quarter->size(), 2);
     EXPECT_EQ(one->size(), 1);
@@ -236,7 +236,7 @@ TEST(Split, ARefusedSplitLeavesNothingBehind) {
       PYCOMM_ASSERT_OK(self.comm->run(request, nullptr));
     } else {
       std::unique_ptr<Communicator> child;
-      EXPECT_EQ(self.comm->split(0, 0, nullptr, &child).code(), Code::kRefused);
+      EXPECT_EQ(self.comm->split(0, 0, 0, nullptr, &child).code(), Code::kRefused);
       EXPECT_EQ(child, nullptr);
     }
     EXPECT_EQ(self.arena().bytes_in_use(), before);

@@ -301,7 +301,7 @@ TEST(PointToPoint, CloseAndAbortInTheMiddleOfLargeMessages) {
       }
       ended.fetch_add(1);
       while (ended.load() < 2) thread_yield();
-      self.comm->close();
+      PYCOMM_ASSERT_OK(self.comm->close(nullptr));
       for (const auto& w : works) EXPECT_TRUE(w->done());
     });
   }
@@ -313,7 +313,7 @@ TEST(PointToPoint, PendingTransfersEndWithTheCommunicator) {
     const Works works = {irecv(self, 1 - self.rank, 1, v), isend(self, 1 - self.rank, 2, big),
                          irecv(self, self.rank, 3, v)};
     if (self.rank == 0) self.comm->p2p().in_background();
-    self.comm->close();
+    PYCOMM_ASSERT_OK(self.comm->close(nullptr));
     for (const auto& w : works) {
       ASSERT_TRUE(w->done());
       const Code c = w->result().code();

@@ -1,0 +1,52 @@
+// The outcome of an asynchronous call, and a queue that tells one listener of many outcomes.
+//
+// A Work ends once, well or badly. Any number of threads may wait for it; a listener that must not block on
+// one of many (Python's thread that completes Futures) has each announced to its Completions instead.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+
+#include "base/status.h"
+#include "engine/group.h"
+
+namespace pycomm {
+
+class Completions {
+ public:
+  void push(uint64_t id);
+  void stop();
+  // The next id, in the order of completion; false after stop(), when none is left.
+  bool pop(uint64_t* id);
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable cv_;
+  std::deque<uint64_t> ids_;
+  bool stop_ = false;
+};
+
+class Work {
+ public:
+  void finish(Status status);
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  // Waits at most timeout_s (negative: for ever); false when the time is over. `hooks` as in Engine::run.
+  Status wait(double timeout_s, CallerHooks* hooks, bool* finished);
+  // Pushes `id` when the call ends, at once when it has.
+  void announce(std::shared_ptr<Completions> completions, uint64_t id);
+  Status result() const;
+  int source = -1;  // recv: who sent
+
+ private:
+  std::atomic<bool> done_{false};
+  mutable std::mutex mutex_;
+  std::condition_variable cv_;
+  Status status_;
+  std::deque<std::pair<std::shared_ptr<Completions>, uint64_t>> listeners_;
+};
+
+}  // namespace pycomm
