@@ -2,73 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
-
-#include "engine/communicator.h"
+#include <new>
 
 namespace pycomm {
 
-namespace {
-constexpr uint64_t kCells = 8;
-constexpr size_t kCellBytes = size_t{32} << 10;
-
-struct CellHeader {
-  uint64_t message_bytes;  // of the whole message, in its first cell
-  uint32_t n_bytes;        // in this cell
-  int32_t tag;
-  uint32_t dtype;
-  uint32_t first;
-};
-}  // namespace
-
-struct PointToPoint::Pipe {
-  Flag filled;   // cells filled since the beginning, by the owner
-  Flag drained;  // cells drained, by the peer
-  struct alignas(64) Cell {
-    CellHeader header;
-    std::byte data[kCellBytes];
-  } cells[kCells];
-};
-
-struct PointToPoint::Message {
-  int tag;
-  DType dtype;
-  const std::byte* data;
-  size_t n_bytes;
-  size_t sent = 0;
-  bool begun = false;
-  double deadline_s;
-  std::shared_ptr<Work> work;
-};
-
-struct PointToPoint::Posted {
-  int peer;
-  int tag;
-  DType dtype;
-  std::byte* data;
-  size_t n_bytes;
-  double deadline_s;
-  std::shared_ptr<Work> work;
-};
-
-struct PointToPoint::Arrival {
-  int from = 0;
-  int tag = 0;
-  DType dtype = DType::kUInt8;
-  size_t n_bytes = 0;
-  size_t have = 0;
-  std::byte* data = nullptr;  // the recv's tensor, or `own`
-  std::vector<std::byte> own;
-  bool matched = false;
-  Posted posted{};  // when matched
-};
-
-struct PointToPoint::Inbound {
-  std::shared_ptr<Arrival> current;
-};
-
-PointToPoint::PointToPoint(Group& group) : group_(group), outbound_(group.size()) {
-  for (int q = 0; q < group.size(); q++) inbound_.push_back(std::make_unique<Inbound>());
-}
+PointToPoint::PointToPoint(Group& group)
+    : group_(group), pipes_(group), mailbox_(group.size()), outbound_(static_cast<size_t>(group.size())) {}
 
 PointToPoint::~PointToPoint() { stop(); }
 
@@ -88,35 +27,6 @@ void PointToPoint::stop() {
   }
 }
 
-Status PointToPoint::open_pipes() {
-  if (pipes_offset_ != 0) return Status();
-  PYCOMM_RETURN_IF_ERROR(
-      group_.node()->arena()->allocate(sizeof(Pipe) * static_cast<size_t>(group_.size()), &pipes_offset_));
-  Pipe* const mine = reinterpret_cast<Pipe*>(group_.arena_base(group_.rank()) + pipes_offset_);
-  for (int q = 0; q < group_.size(); q++) {
-    Pipe* p = mine + q;
-    p->filled.word.store(0, std::memory_order_relaxed);
-    p->drained.word.store(0, std::memory_order_relaxed);
-  }
-  group_.own().pipes.word.store(pipes_offset_, std::memory_order_release);
-  return Status();
-}
-
-// The pipe owner -> to, or null while the owner has never sent.
-PointToPoint::Pipe* PointToPoint::pipe(int owner, int to) const {
-  const uint64_t offset = owner == group_.rank()
-                              ? pipes_offset_
-                              : group_.control(owner).pipes.word.load(std::memory_order_acquire);
-  if (offset == 0) return nullptr;
-  return reinterpret_cast<Pipe*>(group_.arena_base(owner) + offset) + to;
-}
-
-void PointToPoint::ring(int q) {
-  Control& c = group_.control(q);
-  c.bell.word.fetch_add(1, std::memory_order_seq_cst);
-  if (c.bell_sleepers.word.load(std::memory_order_seq_cst) != 0) futex_wake_all(c.bell.word, Half::kLow);
-}
-
 Status PointToPoint::check_usable() const {
   if (group_.failed()) return group_.failure();
   return ended_ ? Status::error(Code::kClosed, "the communicator is closed") : Status();
@@ -127,7 +37,7 @@ std::shared_ptr<Work> PointToPoint::send(int peer, int tag, DType dtype, const v
   auto work = std::make_shared<Work>();
   std::lock_guard lock(mutex_);
   Status s = check_usable();
-  if (s.ok()) s = open_pipes();
+  if (s.ok()) s = pipes_.open();
   if (!s.ok()) {
     work->finish(std::move(s));
     return work;
@@ -148,63 +58,38 @@ std::shared_ptr<Work> PointToPoint::recv(int peer, int tag, DType dtype, void* d
     return work;
   }
   active_++;
-  const Posted posted{peer, tag, dtype, static_cast<std::byte*>(data), n_bytes, monotonic_s() + timeout_s,
-                      work};
   progress();  // what has come already comes first
-  for (auto it = unexpected_.begin(); it != unexpected_.end(); ++it) {
-    const std::shared_ptr<Arrival> a = *it;
-    if ((peer >= 0 && a->from != peer) || a->tag != tag) continue;
-    unexpected_.erase(it);
-    deliver(*a, posted);
-    if (a->have == a->n_bytes) complete(*a);
-    return work;
-  }
-  posted_.push_back(posted);
+  const auto arrival = mailbox_.take(
+      {peer, tag, dtype, static_cast<std::byte*>(data), n_bytes, monotonic_s() + timeout_s, work});
+  if (arrival != nullptr && arrival->whole()) complete(*arrival);
   return work;
 }
 
-void PointToPoint::deliver(Arrival& a, const Posted& p) {
-  a.matched = true;
-  a.posted = p;
-}
-
-void PointToPoint::complete(Arrival& a) {
+void PointToPoint::complete(const Arrival& a) {
   if (!a.matched) return;
-  const Posted& p = a.posted;
-  p.work->source = a.from;
   active_--;
-  if (p.n_bytes != a.n_bytes || p.dtype != a.dtype) {
-    Status s = Status::error(
-        Code::kMismatch,
-        format("recv(source %d, tag %d) on rank %d expects %zu bytes of %s, the message has %zu bytes of %s",
-               a.from, a.tag, group_.rank(), p.n_bytes, dtype_name(p.dtype), a.n_bytes, dtype_name(a.dtype)));
-    group_.fail(s);
-    p.work->finish(std::move(s));
-    return;
-  }
-  if (!a.own.empty()) std::memcpy(p.data, a.own.data(), a.n_bytes);
-  p.work->finish(Status());
+  Status s = a.deliver(group_.rank());
+  if (!s.ok()) group_.fail(s);
+  a.posted.work->finish(std::move(s));
 }
 
 bool PointToPoint::push(int to) {
   auto& queue = outbound_[to];
-  if (queue.empty()) return false;
-  Pipe* p = pipe(group_.rank(), to);
   bool moved = false;
   while (!queue.empty()) {
-    const uint64_t at = p->filled.word.load(std::memory_order_relaxed);
-    if (at - p->drained.word.load(std::memory_order_acquire) >= kCells) break;
+    Pipe& pipe = *pipes_.to(to);
+    Cell* const cell = pipe.to_fill();
+    if (cell == nullptr) break;
     Message& m = queue.front();
-    Pipe::Cell& cell = p->cells[at % kCells];
     const size_t n = std::min(kCellBytes, m.n_bytes - m.sent);
-    cell.header = {m.n_bytes, static_cast<uint32_t>(n), m.tag, static_cast<uint32_t>(m.dtype),
-                   m.begun ? 0u : 1u};
-    if (n > 0) std::memcpy(cell.data, m.data + m.sent, n);
+    cell->header = {m.n_bytes, static_cast<uint32_t>(n), m.tag, static_cast<uint32_t>(m.dtype),
+                    m.begun ? 0u : 1u};
+    if (n > 0) std::memcpy(cell->data, m.data + m.sent, n);
     m.begun = true;
     m.sent += n;
-    p->filled.word.store(at + 1, std::memory_order_release);
+    pipe.filled();
     moved = true;
-    ring(to);
+    pipes_.ring(to);
     if (m.sent == m.n_bytes) {
       active_--;
       m.work->finish(Status());
@@ -214,50 +99,18 @@ bool PointToPoint::push(int to) {
   return moved;
 }
 
-// The first cell of a message: to the first recv that wants it, else kept.
-void PointToPoint::begin_arrival(int from, Inbound& in, const void* cell) {
-  const CellHeader& h = static_cast<const Pipe::Cell*>(cell)->header;
-  auto a = std::make_shared<Arrival>();
-  a->from = from;
-  a->tag = h.tag;
-  a->dtype = static_cast<DType>(h.dtype);
-  a->n_bytes = h.message_bytes;
-  in.current = a;
-  for (auto it = posted_.begin(); it != posted_.end(); ++it) {
-    if ((it->peer >= 0 && it->peer != from) || it->tag != a->tag) continue;
-    deliver(*a, *it);
-    posted_.erase(it);
-    if (a->posted.n_bytes == a->n_bytes) a->data = a->posted.data;
-    break;
-  }
-  if (!a->matched) unexpected_.push_back(a);
-  if (a->data == nullptr && a->n_bytes > 0) {
-    a->own.resize(a->n_bytes);
-    a->data = a->own.data();
-  }
-}
-
 bool PointToPoint::pull(int from) {
-  Pipe* p = pipe(from, group_.rank());
-  if (p == nullptr) return false;
-  Inbound& in = *inbound_[from];
+  Pipe* const pipe = pipes_.from(from);
+  if (pipe == nullptr) return false;
   bool moved = false;
-  for (;;) {
-    const uint64_t at = p->drained.word.load(std::memory_order_relaxed);
-    if (p->filled.word.load(std::memory_order_acquire) == at) return moved;
-    const Pipe::Cell& cell = p->cells[at % kCells];
-    if (cell.header.first) begin_arrival(from, in, &cell);
-    Arrival& a = *in.current;
-    if (cell.header.n_bytes > 0) std::memcpy(a.data + a.have, cell.data, cell.header.n_bytes);
-    a.have += cell.header.n_bytes;
-    p->drained.word.store(at + 1, std::memory_order_release);
+  while (const Cell* cell = pipe->to_drain()) {
+    const std::shared_ptr<Arrival> whole = mailbox_.add(from, *cell);
+    pipe->drained();
     moved = true;
-    ring(from);
-    if (a.have == a.n_bytes) {
-      const std::shared_ptr<Arrival> whole = std::move(in.current);
-      complete(*whole);
-    }
+    pipes_.ring(from);
+    if (whole != nullptr) complete(*whole);
   }
+  return moved;
 }
 
 bool PointToPoint::progress() {
@@ -284,12 +137,7 @@ void PointToPoint::fail_all(const Status& status) {
     for (Message& m : queue) m.work->finish(status.clone());
     queue.clear();
   }
-  for (Posted& p : posted_) p.work->finish(status.clone());
-  posted_.clear();
-  for (auto& in : inbound_) {
-    if (in->current != nullptr && in->current->matched) in->current->posted.work->finish(status.clone());
-    in->current = nullptr;
-  }
+  mailbox_.fail_all(status);
   active_ = 0;
 }
 
@@ -352,12 +200,8 @@ Status PointToPoint::find_hopeless() const {
     if (outbound_[q].empty()) continue;
     PYCOMM_RETURN_IF_ERROR(look(q, outbound_[q].front().deadline_s, "send", outbound_[q].front().tag));
   }
-  for (const Posted& p : posted_) PYCOMM_RETURN_IF_ERROR(look(p.peer, p.deadline_s, "recv", p.tag));
-  for (int q = 0; q < group_.size(); q++) {
-    const auto& a = inbound_[q]->current;
-    if (a != nullptr && a->matched) PYCOMM_RETURN_IF_ERROR(look(q, a->posted.deadline_s, "recv", a->tag));
-  }
-  return Status();
+  return mailbox_.for_each_pending(
+      [&](const Posted& p, int from) { return look(from, p.deadline_s, "recv", p.tag); });
 }
 
 void PointToPoint::expire() {

@@ -1,10 +1,9 @@
 // send and recv between two ranks of a communicator, matched by (source, tag) in order.
 //
-// Each rank owns a *pipe* to every peer: a ring of kCells cells in its arena, filled by it and drained by the
-// peer. A message is cut into cells; the first carries tag and size. A message that nobody has asked for yet
-// is drained into memory of the receiver (so that two large sends with tags in the other order, or isend and
-// irecv on both sides, cannot deadlock) and copied out when the recv comes. Every rank has one *bell*, rung
-// by a peer that filled or drained a cell of a pipe between the two; whoever waits here sleeps on it.
+// A message travels in cells through the pipe of the sender to the receiver (engine/pipes.h); the receiver's
+// mailbox (engine/mailbox.h) finds the recv that it is for. A message that nobody has asked for yet is
+// drained into memory of the receiver, so that two large sends with tags in the other order, or isend and
+// irecv on both sides, cannot deadlock, and copied out when the recv comes.
 //
 // Transfers progress independently of collectives: in the blocking call that waits, and in a progress thread
 // that is started by the first isend or irecv that cannot finish at once. Thread-safe.
@@ -13,17 +12,15 @@
 
 #include <condition_variable>
 #include <deque>
-#include <list>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
-#include "engine/group.h"
+#include "engine/mailbox.h"
+#include "engine/pipes.h"
 
 namespace pycomm {
-
-class Work;
 
 class PointToPoint {
  public:
@@ -41,23 +38,23 @@ class PointToPoint {
   void stop();
 
  private:
-  struct Pipe;
-  struct Message;  // being sent
-  struct Posted;   // a recv that has found no message yet
-  struct Arrival;  // a message that is arriving or has arrived
-  struct Inbound;  // what comes from one peer
+  struct Message {  // being sent
+    int tag;
+    DType dtype;
+    const std::byte* data;
+    size_t n_bytes;
+    size_t sent = 0;
+    bool begun = false;
+    double deadline_s;
+    std::shared_ptr<Work> work;
+  };
   class Finisher;  // a caller that waits in finish()
 
-  Status open_pipes();
   Status check_usable() const;
-  Pipe* pipe(int owner, int to) const;
   bool progress();
   bool push(int to);
   bool pull(int from);
-  void begin_arrival(int from, Inbound& in, const void* cell);
-  void complete(Arrival& a);
-  void deliver(Arrival& a, const Posted& p);
-  void ring(int q);
+  void complete(const Arrival& a);
   Status find_hopeless() const;
   void expire();
   void fail_all(const Status& status);
@@ -66,12 +63,10 @@ class PointToPoint {
   Group& group_;
   std::mutex mutex_;
   std::condition_variable cv_;
-  uint64_t pipes_offset_ = 0;
-  std::vector<std::deque<Message>> outbound_;
-  std::vector<std::unique_ptr<Inbound>> inbound_;
-  std::list<Posted> posted_;
-  std::list<std::shared_ptr<Arrival>> unexpected_;  // in order of arrival, over all sources
-  int active_ = 0;                                  // pending transfers
+  Pipes pipes_;
+  Mailbox mailbox_;
+  std::vector<std::deque<Message>> outbound_;  // to each rank
+  int active_ = 0;                             // pending transfers
   double expired_at_s_ = 0;
   bool background_ = false;
   bool stop_ = false;

@@ -176,7 +176,7 @@ TEST_P(EveryAlgorithm, OfManyTiles) {
   std::vector<Case> cases;
   for (bool in_place : {false, true}) {
     for (Memory memory : {Memory::kOrdinary, Memory::kArena, Memory::kMixed})
-      cases.push_back({70001, in_place, memory, 16384});
+      cases.push_back({70001, in_place, memory, 4096});
   }
   cases.push_back({5003, false, Memory::kOrdinary, 512});
   cases.push_back({5003, true, Memory::kOrdinary, 4096});

@@ -12,18 +12,10 @@
 #include <numeric>
 #include <vector>
 
-#include "kernels/isa.h"
+#include "kernels/reference.h"
 
 namespace pycomm {
 namespace {
-
-std::vector<const KernelTable*> tables() {
-  std::vector<const KernelTable*> out;
-  for (const char* name : {"baseline", "avx2", "avx512"}) {
-    if (const KernelTable* t = find_isa(name)) out.push_back(t);
-  }
-  return out;
-}
 
 struct Format {
   DType dtype;

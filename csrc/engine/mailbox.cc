@@ -1,0 +1,74 @@
+#include "engine/mailbox.h"
+
+#include <cstring>
+
+namespace pycomm {
+
+Status Arrival::deliver(int rank) const {
+  const Posted& p = posted;
+  p.work->source = from;
+  if (p.n_bytes != n_bytes || p.dtype != dtype) {
+    return Status::error(
+        Code::kMismatch,
+        format("recv(source %d, tag %d) on rank %d expects %zu bytes of %s, the message has %zu bytes of %s",
+               from, tag, rank, p.n_bytes, dtype_name(p.dtype), n_bytes, dtype_name(dtype)));
+  }
+  if (!own.empty()) std::memcpy(p.data, own.data(), n_bytes);
+  return Status();
+}
+
+std::shared_ptr<Arrival> Mailbox::take(const Posted& recv) {
+  for (auto it = unexpected_.begin(); it != unexpected_.end(); ++it) {
+    if (!recv.wants((*it)->from, (*it)->tag)) continue;
+    std::shared_ptr<Arrival> a = std::move(*it);
+    unexpected_.erase(it);
+    a->matched = true;
+    a->posted = recv;
+    return a;
+  }
+  posted_.push_back(recv);
+  return nullptr;
+}
+
+// The first cell of a message: to the first recv that wants it, else kept.
+void Mailbox::begin(int from, const CellHeader& header) {
+  auto a = std::make_shared<Arrival>();
+  a->from = from;
+  a->tag = header.tag;
+  a->dtype = static_cast<DType>(header.dtype);
+  a->n_bytes = header.message_bytes;
+  arriving_[static_cast<size_t>(from)] = a;
+  for (auto it = posted_.begin(); it != posted_.end(); ++it) {
+    if (!it->wants(from, a->tag)) continue;
+    a->matched = true;
+    a->posted = std::move(*it);
+    posted_.erase(it);
+    if (a->posted.n_bytes == a->n_bytes) a->data = a->posted.data;
+    break;
+  }
+  if (!a->matched) unexpected_.push_back(a);
+  if (a->data == nullptr && a->n_bytes > 0) {
+    a->own.resize(a->n_bytes);
+    a->data = a->own.data();
+  }
+}
+
+std::shared_ptr<Arrival> Mailbox::add(int from, const Cell& cell) {
+  std::shared_ptr<Arrival>& slot = arriving_[static_cast<size_t>(from)];
+  if (cell.header.first) begin(from, cell.header);
+  Arrival& a = *slot;
+  if (cell.header.n_bytes > 0) std::memcpy(a.data + a.have, cell.data, cell.header.n_bytes);
+  a.have += cell.header.n_bytes;
+  return a.whole() ? std::move(slot) : nullptr;
+}
+
+void Mailbox::fail_all(const Status& status) {
+  for (const Posted& p : posted_) p.work->finish(status.clone());
+  posted_.clear();
+  for (auto& a : arriving_) {
+    if (a != nullptr && a->matched) a->posted.work->finish(status.clone());
+    a = nullptr;
+  }
+}
+
+}  // namespace pycomm
