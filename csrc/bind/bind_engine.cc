@@ -200,6 +200,7 @@ bool wait_work(Work& self, double timeout_s) {
 void bind_engine(py::module_& m) {
   m.def("setup", [](py::object tensor, py::object parameter, py::object api, py::object grad_enabled) {
     bind_tensor_setup(tensor.ptr(), parameter.ptr(), api.ptr(), grad_enabled.ptr());
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
   });
   m.def("usable_cores", &usable_cores);
   py::class_<Completions, std::shared_ptr<Completions>>(m, "Completions")

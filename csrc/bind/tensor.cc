@@ -13,7 +13,8 @@ PyTypeObject* parameter_type = nullptr;
 const dlpack::ExchangeApi* api = nullptr;  // null: torch is too old, attributes are read instead
 PyObject* is_grad_enabled = nullptr;
 // Found once on the class: looking them up by name on every tensor costs as much as the calls.
-PyObject *is_neg = nullptr, *is_conj = nullptr, *requires_grad = nullptr;
+PyObject *is_neg = nullptr, *is_conj = nullptr;
+PyGetSetDef* requires_grad = nullptr;
 PyObject *str_is_contiguous, *str_data_ptr, *str_numel, *str_dtype, *str_device, *str_type;
 
 // The answer of a Python call or attribute as a truth value; -1 with an error set.
@@ -105,7 +106,7 @@ Known& known_slot(PyObject* tensor) {
 }
 bool known_plain(PyObject* tensor, const void* data) {
   const Known& k = known_slot(tensor);
-  return k.tensor == tensor && k.data == data && PyWeakref_GetObject(k.weak) == tensor;
+  return k.tensor == tensor && k.data == data && PyWeakref_GET_OBJECT(k.weak) == tensor;
 }
 void remember_plain(PyObject* tensor, const void* data) {
   PyObject* weak = PyWeakref_NewRef(tensor, nullptr);
@@ -215,7 +216,11 @@ void bind_tensor_setup(PyObject* tensor, PyObject* parameter, PyObject* exchange
   }
   is_neg = PyObject_GetAttrString(tensor, "is_neg");
   is_conj = PyObject_GetAttrString(tensor, "is_conj");
-  requires_grad = PyObject_GetAttrString(tensor, "requires_grad");
+  PyObject* attribute = PyObject_GetAttrString(tensor, "requires_grad");
+  if (attribute != nullptr && Py_IS_TYPE(attribute, &PyGetSetDescr_Type))
+    requires_grad = reinterpret_cast<PyGetSetDescrObject*>(attribute)->d_getset;
+  else if (attribute != nullptr)
+    PyErr_SetString(PyExc_ImportError, "pycomm does not know this torch: Tensor.requires_grad is no getset");
   str_is_contiguous = PyUnicode_InternFromString("is_contiguous");
   str_data_ptr = PyUnicode_InternFromString("data_ptr");
   str_numel = PyUnicode_InternFromString("numel");
@@ -246,9 +251,10 @@ Status view_tensor(PyObject* tensor, const char* what, bool written, TensorView*
   if (view->data == nullptr && view->n_elems > 0) {
     return Status::error(Code::kType, format("%s has no memory (a meta or fake tensor?)", what));
   }
-  const int needs_grad = truth(Py_TYPE(requires_grad)->tp_descr_get(requires_grad, tensor, nullptr));
-  if (needs_grad < 0) return python_error(what);
-  if (needs_grad > 0) {
+  PyObject* needs_grad = requires_grad->get(tensor, requires_grad->closure);
+  if (needs_grad == nullptr) return python_error(what);
+  Py_DECREF(needs_grad);
+  if (needs_grad != Py_False) {
     const int recording = truth(PyObject_CallNoArgs(is_grad_enabled));
     if (recording < 0) return python_error(what);
     if (recording > 0) {

@@ -100,6 +100,7 @@ Status Communicator::execute(Request& request, CallerHooks* hooks) {
   call.send_counts = request.send_counts;
   call.recv_counts = request.recv_counts;
   try {
+    if (!Converted::may_apply(call, request.deterministic)) return engine_->run(call, hooks, timeout_s);
     Converted converted;
     PYCOMM_RETURN_IF_ERROR(converted.begin(*engine_, request.deterministic, &call));
     PYCOMM_RETURN_IF_ERROR(engine_->run(call, hooks, timeout_s));

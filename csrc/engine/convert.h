@@ -14,6 +14,10 @@ namespace pycomm {
 
 class Converted {
  public:
+  // Whether a call needs this at all; few do, and small calls feel the look.
+  static bool may_apply(const Call& call, bool deterministic) {
+    return call.sig.op == ReduceOp::kPremulSum || deterministic;
+  }
   // Redirects the call to converted buffers where it needs them.
   Status begin(Engine& engine, bool deterministic, Call* call);
   // After a successful call: brings the result back to the tensors that the caller gave.
