@@ -149,6 +149,45 @@ TEST_F(ArenaTest, ThreadsShareOneMappingAndItOutlivesTheOwner) {
   EXPECT_EQ(peer->base()[at], std::byte{7});
 }
 
+// A block into which a stopped peer may still write is never given out again; its neighbours are.
+TEST_F(ArenaTest, AQuarantinedBlockIsNeverUsedAgain) {
+  const auto a = make();
+  uint64_t at[5];
+  for (uint64_t& x : at) x = allocate(*a, 1024);
+  a->quarantine(a->base() + at[1]);         // its first byte
+  a->quarantine(a->base() + at[3] + 1023);  // its last byte
+  for (uint64_t x : at) a->release(x);
+  EXPECT_EQ(a->bytes_in_use(), 2 * 1024u) << "quarantined blocks stay in use";
+  // 0 and 2 lie alone between them; 4 has merged with what is behind it.
+  EXPECT_EQ(allocate(*a, 1024), at[0]);
+  EXPECT_EQ(allocate(*a, 1024), at[2]);
+  EXPECT_EQ(allocate(*a, 4096), at[4]);
+  a->release(at[1]);  // again: nothing
+  for (int i = 0; i < 100; i++) {
+    const uint64_t other = allocate(*a, 1024);
+    EXPECT_NE(other, at[1]);
+    EXPECT_NE(other, at[3]);
+  }
+}
+
+TEST_F(ArenaTest, QuarantineOutsideOfABlockDoesNothing) {
+  const auto a = make();
+  const uint64_t first = allocate(*a, 1024), second = allocate(*a, 1024), third = allocate(*a, 1024);
+  a->release(second);
+  a->quarantine(nullptr);
+  a->quarantine(&first);                     // not in the arena
+  a->quarantine(a->base() + a->reserved());  // behind it
+  a->quarantine(a->base() + second);         // free
+  a->quarantine(a->base() + first + 1024);   // one behind `first`, so in `second`
+  a->quarantine(a->base() + third + 1024);   // behind the last block
+  EXPECT_EQ(allocate(*a, 1024), second);
+  a->release(first);
+  a->release(second);
+  a->release(third);
+  EXPECT_EQ(a->bytes_in_use(), 0u);
+  EXPECT_EQ(allocate(*a, 3 * 1024), first) << "all three are free, and merged";
+}
+
 TEST_F(ArenaTest, ThreadsAllocateAtOnce) {
   const auto a = make();
   std::vector<std::thread> threads;
