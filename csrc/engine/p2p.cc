@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <system_error>
 
 namespace pycomm {
 
@@ -53,12 +54,12 @@ std::shared_ptr<Work> PointToPoint::recv(int peer, int tag, DType dtype, void* d
                                          double timeout_s) {
   auto work = std::make_shared<Work>();
   std::lock_guard lock(mutex_);
+  progress();  // what has come already comes first
   if (Status s = check_usable(); !s.ok()) {
     work->finish(std::move(s));
     return work;
   }
   active_++;
-  progress();  // what has come already comes first
   const auto arrival = mailbox_.take(
       {peer, tag, dtype, static_cast<std::byte*>(data), n_bytes, monotonic_s() + timeout_s, work});
   if (arrival != nullptr && arrival->whole()) complete(*arrival);
@@ -222,7 +223,14 @@ void PointToPoint::in_background() {
   std::lock_guard lock(mutex_);
   if (active_ == 0 || stop_) return;
   background_ = true;
-  if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+  try {
+    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+  } catch (const std::system_error& e) {  // nobody would move what is pending
+    const Status failure =
+        Status::error(Code::kSystem, format("cannot start the progress thread: %s", e.what()));
+    group_.fail(failure);
+    fail_all(failure);
+  }
   cv_.notify_all();
 }
 

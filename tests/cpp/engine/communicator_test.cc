@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "engine/run_ranks.h"
+#include "schedule/catalog.h"
 
 namespace pycomm {
 namespace {
@@ -241,6 +242,42 @@ TEST(Split, ARefusedSplitLeavesNothingBehind) {
     }
     EXPECT_EQ(self.arena().bytes_in_use(), before);
     expect_usable(self);
+  });
+}
+
+// new_group hashes its list of ranks into `plan`: lists that differ are told apart before anybody goes on.
+TEST(Split, APlanThatDiffersIsAMismatchOnAllRanksAndLeavesNothingBehind) {
+  for (int who = 0; who < 3; who++) {
+    run_ranks(3, [who](TestRank& self) {
+      const size_t before = self.arena().bytes_in_use();
+      const int64_t plan = self.rank == who ? 17 : -4;
+      const int64_t color = self.rank == 2 ? -1 : 0;
+      std::unique_ptr<Communicator> child;
+      const Status s = self.comm->split(color, 0, plan, nullptr, &child);
+      ASSERT_EQ(s.code(), Code::kMismatch) << s.message();
+      const std::string culprits = format("rank 0 and rank %d gave different lists", std::max(who, 1));
+      EXPECT_NE(s.message().find(culprits), std::string::npos) << s.message();
+      EXPECT_EQ(child, nullptr);
+      EXPECT_EQ(self.arena().bytes_in_use(), before);
+      EXPECT_EQ(barrier(*self.comm).message(), s.message());
+    });
+  }
+}
+
+TEST(Prepare, ACallOfTooManyTilesForOneShotTakesDirect) {
+  constexpr uint64_t kGiB = uint64_t{1} << 30;
+  const auto chosen = [](Communicator& comm, uint64_t n_bytes, const char* algorithm) {
+    Request request =
+        request_of(CallKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, n_bytes / sizeof(float));
+    const Status s = comm.prepare(&request, algorithm);
+    EXPECT_TRUE(s.ok()) << s.message();
+    return std::string(catalog()[request.call.sig.algorithm].name);
+  };
+  run_ranks(2, [&](TestRank& self) {
+    EXPECT_EQ(chosen(*self.comm, 1 * kGiB, nullptr), "one_shot");
+    EXPECT_EQ(chosen(*self.comm, 15 * kGiB, nullptr), "one_shot");
+    EXPECT_EQ(chosen(*self.comm, 20 * kGiB, nullptr), "direct");
+    EXPECT_EQ(chosen(*self.comm, 20 * kGiB, "ring"), "ring") << "what the caller names is not replaced";
   });
 }
 
