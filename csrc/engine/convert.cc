@@ -27,23 +27,28 @@ Status Converted::begin(Engine& engine, bool deterministic, Call* call) {
   const bool reduces = call->sig.kind == CallKind::kAllReduce || call->sig.kind == CallKind::kReduceScatter ||
                        call->sig.kind == CallKind::kReduce;
   if (!reduces) return Status();
-  if (call->sig.op == ReduceOp::kPremulSum) {
+  const bool premul = call->sig.op == ReduceOp::kPremulSum;
+  if (!is_low_precision(dtype)) {
+    if (!premul) return Status();
     in_.resize(call->in.n_elems() * size);
-    const ReduceFn premul = find_reduce(dtype, ReduceOp::kPremulSum);
+    const ReduceFn multiply = find_reduce(dtype, ReduceOp::kPremulSum);
     for_each_piece(call->in, size, [&](std::byte* p, uint64_t at, uint64_t run) {
       void* dst = in_.data() + at * size;
       const void* src = p;
-      premul(&dst, 1, &src, 1, run, call->scalar);
+      multiply(&dst, 1, &src, 1, run, call->scalar);
     });
     call->in = Buffer(in_.data(), call->in.n_elems());
+    return Status();
   }
-  if (!deterministic || !is_low_precision(dtype)) return Status();
-  bool complete = true;
-  PYCOMM_RETURN_IF_ERROR(engine.reduces_at_once(*call, &complete));
-  if (complete) return Status();
+  if (!premul) {
+    bool complete = true;
+    if (deterministic) PYCOMM_RETURN_IF_ERROR(engine.reduces_at_once(*call, &complete));
+    if (complete) return Status();
+  }
+  const float scale = premul ? static_cast<float>(call->scalar) : 1.0f;
   std::vector<std::byte> wide(call->in.n_elems() * sizeof(float));
   for_each_piece(call->in, size, [&](std::byte* p, uint64_t at, uint64_t run) {
-    cast(DType::kFloat32, wide.data() + at * sizeof(float), dtype, p, run, 1.0f);
+    cast(DType::kFloat32, wide.data() + at * sizeof(float), dtype, p, run, scale);
   });
   in_ = std::move(wide);
   out_.resize(call->out.n_elems() * sizeof(float));

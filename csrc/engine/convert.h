@@ -1,6 +1,7 @@
 // What some calls need around the engine: a copy of the input that is scaled, or held in float32.
 //
-//   premul_sum             the input times the rank's own factor, then a plain sum
+//   premul_sum             the input times the rank's own factor, then a plain sum; in float32 for fp16, bf16
+//                             and fp8, which would be rounded after the factor
 //   deterministic, and     fp16, bf16 and fp8 would be rounded at every hop; the contract (docs/numerics.md)
 //   is an algorithm of        the canonical tree in float32, rounded once: the whole call runs in float32
 //   several hops
