@@ -115,8 +115,7 @@ class Communicator(_C.FastCalls, PointToPoint):
     ) -> Any:
         try:
             code, scalar = ops.parse(op)
-            if timeout is not None and not timeout > 0:
-                raise ValueError(f"timeout must be positive seconds or None, got {timeout!r}")
+            timeout = None if timeout is None else ops.positive_seconds(timeout)
         except (TypeError, ValueError) as error:
             self._refuse(error)
             raise
@@ -358,9 +357,7 @@ class Communicator(_C.FastCalls, PointToPoint):
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        if not seconds > 0:
-            raise ValueError(f"timeout must be positive seconds, got {seconds!r}")
-        self._c.timeout_s = float(seconds)
+        self._c.timeout_s = ops.positive_seconds(seconds)
 
     @property
     def deterministic(self) -> bool:

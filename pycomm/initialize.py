@@ -7,6 +7,7 @@ from typing import Any
 
 from pycomm import _C, rendezvous, tuning
 from pycomm.communicator import KINDS, Communicator
+from pycomm.ops import positive_seconds
 
 
 def _forced_algorithms() -> dict[str, str]:
@@ -51,12 +52,14 @@ def init(
         >>> pycomm.init().size
         1
     """
-    if not timeout > 0:
-        raise ValueError(f"timeout must be positive seconds, got {timeout!r}")
+    timeout = positive_seconds(timeout)
     forced = _forced_algorithms()
+    deterministic = os.environ.get("PYCOMM_DETERMINISTIC", "0")
+    if deterministic not in ("", "0", "1"):
+        raise ValueError(f"PYCOMM_DETERMINISTIC must be 0 or 1, got {deterministic!r}")
     place = rendezvous.find(store, group, rank, size, timeout)
-    core = _C.Communicator.join(place.folder, place.rank, place.size, float(timeout), float(timeout))
-    core.deterministic = os.environ.get("PYCOMM_DETERMINISTIC", "0") not in ("", "0")
+    core = _C.Communicator.join(place.folder, place.rank, place.size, timeout, timeout)
+    core.deterministic = deterministic == "1"
     for collective, name in forced.items():
         core.force_algorithm(KINDS[collective], name)
     comm = Communicator(core)

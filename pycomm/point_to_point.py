@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pycomm import _C
+from pycomm.ops import positive_seconds
 from pycomm.staging import Staged, staged
 from pycomm.work import Work
 
@@ -57,9 +58,7 @@ class PointToPoint:
     def _transfer(
         self, send: bool, tensor: torch.Tensor, peer: int, tag: int, timeout: float | None, async_op: bool
     ) -> Any:
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout must be positive seconds or None, got {timeout!r}")
-        seconds = 0.0 if timeout is None else float(timeout)
+        seconds = 0.0 if timeout is None else positive_seconds(timeout)
         done = self._c.point_to_point(send, tensor, peer, tag, seconds, async_op)
         held: Staged | None = None
         if done is NotImplemented:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pycomm.errors import CommError, CommTimeoutError
+
 _folders = itertools.count()  # of the communicators that meet in a folder named by the environment
 _stores: list[Any] = []  # rank 0 of a store of ours serves it: it must live as long as the process
 
@@ -61,7 +63,7 @@ def _other_host(mine: str, first: str, rank: int) -> ValueError:
 
 
 def _by_store(store: Any, rank: int, size: int, timeout: float) -> Place:
-    if size == 1:
+    if _check(Place(rank, size, "")).size == 1:
         return Place(rank, size, "")
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -73,25 +75,31 @@ def _by_store(store: Any, rank: int, size: int, timeout: float) -> Place:
         folder = tempfile.mkdtemp(prefix="pycomm-", dir=_temp_root())
         store.set(key, f"{_host()}\n{folder}")
         return Place(rank, size, folder)
-    store.wait([key], timedelta(seconds=timeout))
+    try:
+        store.wait([key], _patience(timeout))
+    except RuntimeError as error:  # a FileStore raises nothing more special
+        kind = CommError if isinstance(error, dist.DistNetworkError) else CommTimeoutError
+        raise kind(
+            f"rank {rank} of {size} waited {timeout:g} s for rank 0 to come to the {type(store).__name__}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
     first, _, folder = store.get(key).decode().partition("\n")
     if first.split()[-1] != _host().split()[-1]:
         raise _other_host(_host(), first, rank)
     return Place(rank, size, folder)
 
 
-def _by_group(group: Any) -> Place:
+def _by_group(group: Any, timeout: float) -> Place:
+    """Through the group's own store: no call of its backend, so the timeout is ours, whatever the backend."""
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"group: rank {dist.get_rank()} of torch's world is not a member of it")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a torch.distributed process group, got {group!r}")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if size == 1:
-        return Place(rank, size, "")
-    message: list[Any] = [None]
-    if rank == 0:
-        message = [(_host(), tempfile.mkdtemp(prefix="pycomm-", dir=_temp_root()))]
-    dist.broadcast_object_list(message, src=dist.get_global_rank(group, 0), group=group)
-    first, folder = message[0]
-    if first.split()[-1] != _host().split()[-1]:
-        raise _other_host(_host(), first, rank)
-    return Place(rank, size, folder)
+    store = dist.distributed_c10d._get_process_group_store(group)
+    if store is None:
+        raise ValueError("group has no store (backend mpi?): init() finds Open MPI's ranks with no argument")
+    return _by_store(store, rank, size, timeout)
 
 
 def _torchrun_store(rank: int, size: int, timeout: float) -> Any:
@@ -99,16 +107,18 @@ def _torchrun_store(rank: int, size: int, timeout: float) -> Any:
         return dist.distributed_c10d._get_default_store()
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = os.environ["MASTER_ADDR"], _integer("MASTER_PORT")
-    # multi_tenant: torch.distributed may serve a store of its own on the same port of this process.
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        host,
-        port,
-        size,
-        rank == 0 and not agent,
-        timedelta(seconds=timeout),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+    serves = rank == 0 and not agent
+    try:
+        # multi_tenant: torch.distributed may serve a store of its own on the same port of this process.
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, size, serves, _patience(timeout), wait_for_workers=False, multi_tenant=True
+        )
+    except dist.DistError as error:
+        kind, what = (CommError, "serve") if serves else (CommTimeoutError, "reach")
+        raise kind(
+            f"rank {rank} of {size} cannot {what} the job's store at MASTER_ADDR={host}, MASTER_PORT={port} "
+            f"(timeout {timeout:g} s): {str(error).splitlines()[0]}"
+        ) from error
     _stores.append(store)
     return store
 
@@ -121,24 +131,31 @@ def find(store: Any, group: Any, rank: int | None, size: int | None, timeout: fl
     """
     env = os.environ
     if group is not None:
-        return _check(_by_group(group))
+        if store is not None or rank is not None or size is not None:
+            raise ValueError("init(group=…) takes no store=, rank= or size=: the group has them")
+        return _by_group(group, timeout)
     if store is not None:
+        if not isinstance(store, dist.Store):  # type: ignore[attr-defined]
+            raise TypeError(f"store must be a torch.distributed.Store, got {store!r}")
         if rank is None or size is None:
             raise ValueError("init(store=…) needs rank= and size= too")
-        return _check(_by_store(store, rank, size, timeout))
+        numbers: tuple[Any, Any] = (rank, size)
+        if not all(isinstance(n, int) for n in numbers):
+            raise TypeError(f"rank= and size= must be integers, got {rank!r} and {size!r}")
+        return _by_store(store, rank, size, timeout)
     if rank is not None or size is not None:
         raise ValueError("rank= and size= go with store=; without it they come from the environment")
     if "RANK" in env and "WORLD_SIZE" in env:
         rank, size = _integer("RANK"), _integer("WORLD_SIZE")
         if "PYCOMM_RUN_DIR" in env:
             return _check(Place(rank, size, f"{env['PYCOMM_RUN_DIR']}/pycomm-{next(_folders)}"))
-        if size == 1:
-            return _check(Place(rank, size, ""))
+        if _check(Place(rank, size, "")).size == 1:
+            return Place(rank, size, "")
         if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
             raise ValueError(
                 "RANK and WORLD_SIZE are set but MASTER_ADDR and MASTER_PORT are not: start with torchrun"
             )
-        return _check(_by_store(_torchrun_store(rank, size, timeout), rank, size, timeout))
+        return _by_store(_torchrun_store(rank, size, timeout), rank, size, timeout)
     for r, s, job in (
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")),
         ("SLURM_PROCID", "SLURM_NTASKS", ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
@@ -149,6 +166,9 @@ def find(store: Any, group: Any, rank: int | None, size: int | None, timeout: fl
         name = "-".join("".join(c if c.isalnum() else "_" for c in env[j]) for j in job if j in env)
         root = env.get("PYCOMM_RUN_DIR") or _temp_root()
         return _check(Place(_integer(r), _integer(s), f"{root}/pycomm-{os.getuid()}-{name}-{next(_folders)}"))
+    if "RANK" in env or "WORLD_SIZE" in env:
+        missing = "RANK" if "WORLD_SIZE" in env else "WORLD_SIZE"
+        raise ValueError(f"of RANK and WORLD_SIZE only one is set: set {missing} too, or neither")
     return Place(0, 1, "")
 
 
@@ -156,3 +176,7 @@ def _check(place: Place) -> Place:
     if place.size < 1 or not 0 <= place.rank < place.size:
         raise ValueError(f"rank {place.rank} of {place.size}: a rank must be in [0, size)")
     return place
+
+
+def _patience(timeout: float) -> timedelta:
+    return timedelta(seconds=min(timeout, 1e8))  # three years: timedelta has an end, and float("inf") has not
