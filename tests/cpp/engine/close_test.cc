@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <thread>
 
 #include "engine/run_ranks.h"
 
@@ -50,7 +51,7 @@ TEST(Close, WaitsForAnInlineCallOfAnotherThread) {
         PYCOMM_ASSERT_OK(all_reduce(*self.comm, v.data(), n));
         return;
       }
-      std::thread caller([&] { PYCOMM_ASSERT_OK(all_reduce(*self.comm, v.data(), n)); });
+      std::jthread caller([&] { PYCOMM_ASSERT_OK(all_reduce(*self.comm, v.data(), n)); });
       wait_until([&] { return self.comm->group().calls() == 1; });  // the call has begun
       PYCOMM_ASSERT_OK(self.comm->close(&closer));
       for (float x : v) ASSERT_EQ(x, 2) << "closed before the call had ended";
@@ -67,7 +68,7 @@ TEST(Close, AgainstARacingStart) {
       std::vector<float> v(100, 1.0f);
       std::vector<std::shared_ptr<Work>> works;
       std::atomic<int> n_started{0};
-      std::thread starter([&] {
+      std::jthread starter([&] {
         for (bool open = true; open;) {
           open = !self.comm->closed();
           works.push_back(self.comm->start(add_up(*self.comm, v)));
@@ -97,7 +98,7 @@ TEST(Close, AgainstARacingStartOfEveryRank) {
       std::vector<float> v(1000, 0.0f);
       std::vector<std::shared_ptr<Work>> works;
       std::atomic<int> n_started{0};
-      std::thread starter([&] {
+      std::jthread starter([&] {
         for (bool open = true; open;) {
           open = !self.comm->closed();
           works.push_back(self.comm->start(add_up(*self.comm, v)));
@@ -134,11 +135,11 @@ TEST(Close, IsEndedByCtrlCWhileACallBlocks) {
       }
       Status inline_call;
       std::vector<std::shared_ptr<Work>> works;
-      std::thread caller;
+      std::jthread caller;
       if (queued) {
         for (int i = 0; i < 3; i++) works.push_back(self.comm->start(add_up(*self.comm, v)));
       } else {
-        caller = std::thread([&] { inline_call = all_reduce(*self.comm, v.data(), v.size()); });
+        caller = std::jthread([&] { inline_call = all_reduce(*self.comm, v.data(), v.size()); });
         wait_until([&] { return self.comm->group().calls() == 1; });
       }
       Hooks hooks(true);
@@ -174,7 +175,7 @@ TEST(Close, FromTwoThreads) {
     run_ranks(2, [](TestRank& self) {
       std::vector<float> v(1000, 1.0f);
       const auto work = self.comm->start(add_up(*self.comm, v));
-      std::thread other([&] {
+      std::jthread other([&] {
         PYCOMM_ASSERT_OK(self.comm->close(nullptr));
         EXPECT_TRUE(self.comm->closed());
       });
