@@ -65,10 +65,6 @@ Status Communicator::prepare(Request* request, const char* algorithm) {
       PYCOMM_RETURN_IF_ERROR(algorithm_index(sig.kind, algorithm, &sig.algorithm));
       call.direct_algorithm = sig.algorithm;
     }
-    // A one-part algorithm moves one stage a tile, and tiles are counted in 15 bits.
-    const bool huge = sig.count * dtype_size(sig.dtype) / kStageBytes >= kMaxTiles - 1;
-    if (huge && algorithm == nullptr)
-      PYCOMM_RETURN_IF_ERROR(algorithm_index(sig.kind, "direct", &sig.algorithm));
     if (request->deterministic && reduces && algorithm == nullptr) {
       // The measured choice may be one that cannot honour the order; `direct` always can.
       for (uint8_t* a : {&sig.algorithm, &call.direct_algorithm}) {

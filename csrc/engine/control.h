@@ -1,12 +1,12 @@
 // What a rank shows its peers of one communicator: a block in its arena, at the same layout everywhere.
 //
-// A call has a number, and a tile a number within its call; `position` packs both in 32 bits (call << 16 |
-// tile), compared with wrap-around. A rank enters a position by writing the *head* of a slot, taken in turn:
-// one cache line that holds position and signature hash in one word (so agreement costs nothing extra), the
-// signature, and either up to 32 bytes of data or the addresses of the tensors. The slot's *stage* follows
-// the head: small data beside their flag. `progress` counts posts (engine/plan.h) since the communicator was
-// made. `state` tells whether the rank has left or failed, and `failure` what it saw. A refused call leaves
-// its reason in the stage.
+// A *position* is a number, compared with wrap-around, that counts the tiles of all calls since the
+// communicator was made. A rank enters a position by writing the *head* of a slot, taken in turn: one cache
+// line that holds position and signature hash in one word (so agreement costs nothing extra), the signature,
+// and either up to 32 bytes of data or the addresses of the tensors. The slot's *stage* follows the head:
+// small data beside their flag. `progress` counts posts (engine/plan.h) since the communicator was made.
+// `state` tells whether the rank has left or failed, and `failure` what it saw. A refused call leaves its
+// reason in the stage.
 //
 // A slot may be written again once all peers have entered a later position than the one after which they are
 // done with it (Engine::slot_free_).
@@ -23,7 +23,6 @@ namespace pycomm {
 inline constexpr int kSlots = 4;
 inline constexpr size_t kTinyBytes = 32;
 inline constexpr size_t kStageBytes = size_t{512} << 10;
-inline constexpr uint32_t kMaxTiles = 1u << 15;
 inline constexpr uint64_t kNoAddress = ~uint64_t{0};
 
 struct alignas(64) Head {
@@ -31,7 +30,7 @@ struct alignas(64) Head {
   uint64_t signature;
   uint64_t count;
   uint32_t extra;
-  uint32_t pad;
+  uint32_t call;
   union {
     char tiny[kTinyBytes];
     struct {
@@ -73,7 +72,6 @@ inline Control* control_at(std::byte* base, uint64_t offset) {
                                     (offset + alignof(Control) - 1) / alignof(Control) * alignof(Control));
 }
 
-constexpr uint32_t position(uint32_t call, uint32_t tile) { return call << 16 | tile; }
 // Is `a` at or behind `b`?
 constexpr bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
 

@@ -1,5 +1,6 @@
 #include "engine/engine.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "engine/run.h"
@@ -36,9 +37,8 @@ Status Engine::free_slot(Run& run, uint32_t at) {
 // The slot of position `at` is free again once all peers have entered position `done`, or, when the call has
 // no such position, the next call.
 void Engine::hold_slot(uint32_t at, uint32_t done, uint32_t last_position) {
-  slot_free_[slot_of(at)] = done <= last_position
-                                ? Until{position(call_ & 0xffff, done), slot_of(done)}
-                                : Until{position((call_ + 1) & 0xffff, 0), slot_of(last_position + 1)};
+  const uint32_t until = std::min(done, last_position + 1);
+  slot_free_[slot_of(at)] = Until{base_ + until, slot_of(until)};
 }
 
 void Engine::post_head(Run& run, uint32_t tile) {
@@ -46,12 +46,12 @@ void Engine::post_head(Run& run, uint32_t tile) {
   h.signature = run.call.sig.packed();
   h.count = run.call.sig.count;
   h.extra = run.call.sig.extra;
-  publish(h.word, static_cast<uint64_t>(position(call_ & 0xffff, tile)) << 32 | run.hash, Half::kHigh,
-          group_.own().sleepers);
+  h.call = call_;
+  publish(h.word, static_cast<uint64_t>(base_ + tile) << 32 | run.hash, Half::kHigh, group_.own().sleepers);
 }
 
 Status Engine::await_heads(Run& run, uint32_t tile) {
-  const uint32_t want = position(call_ & 0xffff, tile);
+  const uint32_t want = base_ + tile;
   bool agree = true;
   for (int i = 1; i < n_; i++) {
     const int q = rank_ + i < n_ ? rank_ + i : rank_ + i - n_;

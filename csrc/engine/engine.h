@@ -73,7 +73,7 @@ class Engine {
   uint64_t progress_ = 0;               // our posts since the beginning
   std::vector<uint64_t> posts_before_;  // every rank's posts before this call
   std::vector<uint32_t> seen_;          // latest position seen of each rank
-  uint32_t base_ = 0;                   // positions used by all calls before this one
+  uint32_t base_ = 1;                   // the position of this call's first head; 0 is nobody's
   struct Until {
     uint32_t position, slot;
   };

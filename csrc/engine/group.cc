@@ -123,8 +123,8 @@ std::string Group::last_call(int q) const {
     }
   }
   if (at == 0) return "no collective yet";
-  const uint32_t number = calls() - static_cast<uint32_t>(static_cast<int16_t>(calls() - (at >> 16)));
-  return Signature::unpack(latest->signature, latest->count, latest->extra).text() + format(" #%u", number);
+  return Signature::unpack(latest->signature, latest->count, latest->extra).text() +
+         format(" #%u", latest->call);
 }
 
 void Waiting::before_block() {

@@ -6,6 +6,11 @@
 namespace pycomm {
 
 namespace {
+// What a refused call counts for on every rank: more than the tiles that a rank may have staged before it
+// learns of the refusal, so that their heads are not taken for the next call's; and its head is not where the
+// refused one was, which a late peer still has to read.
+constexpr uint32_t kRefusedPositions = kSlots + 1;
+
 uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 }  // namespace
 
@@ -172,17 +177,8 @@ Status Engine::run_collective(Run& run) {
 
   const uint64_t room = std::min(call.tile_bytes, kStageBytes) / plan.max_exposed / 64 * 64 / run.elem_size;
   run.slice = std::max<uint64_t>(1, std::min<uint64_t>(run.parts.max_len, std::max<uint64_t>(room, 1)));
-  uint64_t n_tiles = std::max<uint64_t>(1, (run.parts.max_len + run.slice - 1) / run.slice);
+  const uint64_t n_tiles = std::max<uint64_t>(1, (run.parts.max_len + run.slice - 1) / run.slice);
   const bool eager = n_tiles == 1 && call.sig.count * run.elem_size <= kEagerBytes;
-  if (n_tiles >= kMaxTiles) {
-    run.slice = std::max<uint64_t>(1, kStageBytes / plan.max_exposed / 64 * 64 / run.elem_size);
-    n_tiles = (run.parts.max_len + run.slice - 1) / run.slice;
-    if (n_tiles >= kMaxTiles) {
-      return Status::error(Code::kValue, format("%s of %llu elements is too large for one call; split it",
-                                                call_kind_name(call.sig.kind),
-                                                static_cast<unsigned long long>(call.sig.count)));
-    }
-  }
   run.n_tiles = static_cast<uint32_t>(n_tiles);
   run.stride_bytes = round_up(run.slice * run.elem_size, 64);
   run.tiny = eager && plan.max_exposed == 1 && run.slice * run.elem_size <= kTinyBytes;
@@ -219,22 +215,14 @@ Status Engine::run(const Call& call, CallerHooks* hooks, double timeout_s) {
     base_ += run.last_position + 1;
     return s;
   }
-  if (s.code() == Code::kValue) {
-    // Found before anything was published: a call that is invalid on this rank, like any other.
-    call_--;
-    Status told = refuse(s.message(), hooks, timeout_s);
-    return told.ok() ? std::move(s) : std::move(told);
-  }
   if (s.code() == Code::kRefused) {
-    // Every rank counts one position for this call. Its head may still be looked at by a peer that is late;
-    // tiles staged behind it will not be read by anybody.
+    // A peer that is late may still look at this call's head; tiles staged behind it nobody will read.
     for (uint32_t at = 0; at < kSlots; at++) {
       Until& u = slot_free_[slot_of(at)];
-      if (!reached(u.position, position(call_ & 0xffff, 1))) continue;
-      u = at == 0 ? Until{position((call_ + 1) & 0xffff, 0), slot_of(1)}
-                  : Until{position(call_ & 0xffff, 0), slot_of(0)};
+      if (reached(u.position, base_ + 1))
+        u = at == 0 ? Until{base_ + kRefusedPositions, slot_of(kRefusedPositions)} : Until{base_, slot_of(0)};
     }
-    base_++;
+    base_ += kRefusedPositions;
     return s;
   }
   // A stopped peer that wakes up later finishes the instruction it was in, and may write where we offered.
@@ -257,13 +245,13 @@ Status Engine::refuse(const std::string& why, CallerHooks* hooks, double timeout
     group_.fail(s);
     return s;
   }
-  hold_slot(0, 1, 0);
+  hold_slot(0, kRefusedPositions, kRefusedPositions - 1);
   char* text = reinterpret_cast<char*>(group_.own().slots[slot_of(0)].stage);
   const size_t n = std::min<size_t>(why.size(), 1000);
   std::memcpy(text, why.data(), n);
   text[n] = 0;
   post_head(run, 0);
-  base_++;
+  base_ += kRefusedPositions;
   return Status();
 }
 

@@ -264,20 +264,25 @@ TEST(Split, APlanThatDiffersIsAMismatchOnAllRanksAndLeavesNothingBehind) {
   }
 }
 
-TEST(Prepare, ACallOfTooManyTilesForOneShotTakesDirect) {
-  constexpr uint64_t kGiB = uint64_t{1} << 30;
-  const auto chosen = [](Communicator& comm, uint64_t n_bytes, const char* algorithm) {
-    Request request =
-        request_of(CallKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, n_bytes / sizeof(float));
-    const Status s = comm.prepare(&request, algorithm);
-    EXPECT_TRUE(s.ok()) << s.message();
-    return std::string(catalog()[request.call.sig.algorithm].name);
-  };
+// 2^16 + 1000 tiles: positions count on from call to call, whatever the size of a call.
+TEST(Large, MoreTilesThanFitIn16Bits) {
+  constexpr size_t kTile = 4096, kBytes = kTile * ((size_t{1} << 16) + 1000);
   run_ranks(2, [&](TestRank& self) {
-    EXPECT_EQ(chosen(*self.comm, 1 * kGiB, nullptr), "one_shot");
-    EXPECT_EQ(chosen(*self.comm, 15 * kGiB, nullptr), "one_shot");
-    EXPECT_EQ(chosen(*self.comm, 20 * kGiB, nullptr), "direct");
-    EXPECT_EQ(chosen(*self.comm, 20 * kGiB, "ring"), "ring") << "what the caller names is not replaced";
+    uint8_t one_shot = 0;
+    PYCOMM_ASSERT_OK(algorithm_index(CallKind::kAllReduce, "one_shot", &one_shot));
+    PYCOMM_ASSERT_OK(
+        self.comm->selector().set_table(CallKind::kAllReduce, {{~uint64_t{0}, one_shot, one_shot, kTile}}));
+    std::vector<uint8_t> data(kBytes);
+    for (size_t i = 0; i < kBytes; i++)
+      data[i] = static_cast<uint8_t>(i * 7 + static_cast<size_t>(self.rank));
+    Request request = request_of(CallKind::kAllReduce, DType::kUInt8, ReduceOp::kMax, kBytes);
+    request.call.in = request.call.out = Buffer(data.data(), kBytes);
+    PYCOMM_ASSERT_OK(self.comm->prepare(&request, nullptr));
+    for (int round = 0; round < 2; round++) PYCOMM_ASSERT_OK(self.comm->run(request, nullptr));
+    size_t wrong = 0;
+    for (size_t i = 0; i < kBytes; i++)
+      wrong += data[i] != std::max(static_cast<uint8_t>(i * 7), static_cast<uint8_t>(i * 7 + 1));
+    EXPECT_EQ(wrong, 0u);
   });
 }
 

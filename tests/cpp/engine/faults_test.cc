@@ -109,25 +109,6 @@ TEST(Refused, InBurstsFromDifferentRanks) {
 }
 
 // What no rank can serve is an error of the same kind on all of them, and costs the communicator nothing.
-TEST(Refused, TooLargeForOneCall) {
-  run_ranks(
-      2,
-      [](TestRank& self) {
-        for (int round = 0; round < 6; round++) {
-          const uint64_t n = uint64_t{1} << 44;
-          float x = 0;  // never read: the call ends before
-          Request request = request_of(CallKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, n);
-          request.call.in = request.call.out = Buffer(&x, n);
-          PYCOMM_ASSERT_OK(self.comm->prepare(&request, nullptr));
-          const Status s = self.comm->run(request, nullptr);
-          ASSERT_EQ(s.code(), Code::kValue) << s.message();
-          ASSERT_NE(s.message().find("split it"), std::string::npos) << s.message();
-          for (int i = 0; i < round; i++) expect_usable(self, 3000);
-        }
-      },
-      5);
-}
-
 TEST(Refused, WhatPrepareSays) {
   run_ranks(1, [](TestRank& self) {
     Request request = request_of(CallKind::kAllReduce, DType::kFloat32, ReduceOp::kBand, 1);
