@@ -22,6 +22,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -55,13 +56,12 @@ KINDS = {
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
-def _numel(tensors: Tensors) -> int:
-    return tensors.numel() if isinstance(tensors, torch.Tensor) else sum(t.numel() for t in tensors)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _part_sizes(tensors: Any) -> list[int] | None:
     """The sizes of a list's tensors, one for each rank; None for anything else, which the core judges."""
-    if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, torch.Tensor) for t in tensors):
+    if not isinstance(tensors, (list, tuple)) or not all(type(t) in _PLAIN for t in tensors):
         return None
     return [t.numel() for t in tensors]
 
@@ -124,7 +124,11 @@ class Communicator(_C.FastCalls, PointToPoint):
         done = self._c.call(kind, inputs, outputs, options, async_op)
         held: Staged | None = None
         if done is NotImplemented:
-            held = staged(inputs, outputs)
+            try:
+                held = staged(name, inputs, outputs)
+            except Exception as error:  # also no memory for the copy
+                self._refuse(error)
+                raise
             done = self._c.call(kind, held.inputs, held.outputs, options, async_op)
         if not async_op:
             if held is not None:
@@ -263,6 +267,9 @@ class Communicator(_C.FastCalls, PointToPoint):
             if splits is not None or len(sizes) != self.size:
                 raise ValueError(f"all_to_all: a list {what} needs {self.size} tensors and no split sizes")
             return sizes
+        if type(tensors) not in _PLAIN:  # a subclass may have sizes of its own
+            got = type(tensors).__name__
+            raise TypeError(f"all_to_all: {what} must be a torch.Tensor (not a subclass), got {got}")
         if splits is None:
             if tensors.numel() % self.size != 0:
                 raise ValueError(
@@ -298,12 +305,12 @@ class Communicator(_C.FastCalls, PointToPoint):
         Raises:
             ValueError: a negative size. TypeError: an unsupported dtype. CommError: no memory.
         """
-        sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
-        if any(not isinstance(s, int) or s < 0 for s in sizes):
+        sizes = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else list(shape)
+        if any(not isinstance(s, Integral) or s < 0 for s in sizes):
             raise ValueError(f"empty: sizes must be integers >= 0, got {sizes}")
         if dtype not in _setup.DTYPE_CODES:
             raise TypeError(f"empty: {dtype} is not supported")
-        made = self._c.empty(sizes, _setup.DTYPE_CODES[dtype])
+        made = self._c.empty([int(s) for s in sizes], _setup.DTYPE_CODES[dtype])
         return made if isinstance(made, torch.Tensor) else torch.utils.dlpack.from_dlpack(made)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:

@@ -62,7 +62,7 @@ class PointToPoint:
         done = self._c.point_to_point(send, tensor, peer, tag, seconds, async_op)
         held: Staged | None = None
         if done is NotImplemented:
-            held = staged(tensor, None) if send else staged(None, tensor)
+            held = staged("send", tensor, None) if send else staged("recv", None, tensor)
             plain = held.inputs if send else held.outputs
             done = self._c.point_to_point(send, plain, peer, tag, seconds, async_op)
         finish = held.write_back if held is not None and not send else None

@@ -24,7 +24,7 @@ class Staged:
 
     def write_back(self) -> None:
         """Copies the outputs to where the caller wants them."""
-        with torch.no_grad():
+        with torch.inference_mode():  # which alone may write to inference tensors, and writes to others too
             for target, plain in self._back:
                 target.copy_(plain)
 
@@ -37,8 +37,25 @@ def _is_plain(t: torch.Tensor) -> bool:
     return t.is_contiguous() and not t.is_neg() and not t.is_conj()
 
 
-def staged(inputs: Tensors | None, outputs: Tensors | None) -> Staged:
-    """Stand-ins for a call's tensors; the same object as input and output (in place) stays one stand-in."""
+def _overlaps_itself(t: torch.Tensor) -> bool:
+    """Whether elements may share memory: an expanded tensor, sliding windows."""
+    if t.numel() == 0:
+        return False
+    reach = 0  # the largest offset of the dimensions of smaller strides
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def staged(call: str, inputs: Tensors | None, outputs: Tensors | None) -> Staged:
+    """Stand-ins for a call's tensors; the same object as input and output (in place) stays one stand-in.
+
+    Raises:
+        ValueError: elements of an output share memory: it cannot hold the result.
+    """
     back: list[tuple[torch.Tensor, torch.Tensor]] = []
     made: dict[int, torch.Tensor] = {}
 
@@ -48,6 +65,12 @@ def staged(inputs: Tensors | None, outputs: Tensors | None) -> Staged:
             plain = t if _is_plain(t) else _plain(t)
             made[id(t)] = plain
         if output and plain is not t:
+            if _overlaps_itself(t):
+                what = "tensor" if outputs is inputs else "output"
+                raise ValueError(
+                    f"{call}: the {what} of shape {tuple(t.shape)} and strides {t.stride()} shares memory "
+                    "between its elements (expanded?) and cannot hold the result; give a contiguous tensor"
+                )
             back.append((t, plain))
         return plain
 

@@ -29,8 +29,10 @@ int try_all_reduce(PyCommunicator& core, PyObject* tensor, PyObject* out) {
   if (s.code() == Code::kInterrupt && PyErr_Occurred() != nullptr) return -1;
   // What is wrong, differs or overlaps is for the long way to judge.
   if (!s.ok() || layout == Layout::kNeedsStaging || out_layout == Layout::kNeedsStaging) return 0;
+  remember_plain(tensor, view);
   if (out == tensor) out_view = view;
   if (out != tensor) {
+    remember_plain(out, out_view);
     const size_t n_bytes = view.n_elems * dtype_size(view.dtype);
     const char *a = static_cast<char*>(view.data), *b = static_cast<char*>(out_view.data);
     const bool apart = a + n_bytes <= b || b + n_bytes <= a;

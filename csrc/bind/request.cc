@@ -122,15 +122,17 @@ Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject*
   const bool has_in = in != Py_None, has_out = out != Py_None;
   PYCOMM_RETURN_IF_ERROR(check_given(kind, self.comm->rank() == o.root, has_in, has_out));
   if (has_in) {
-    const char* what =
-        in == out || kind == CallKind::kReduce || kind == CallKind::kGather ? "tensor" : "input";
+    const bool is_tensor = kind == CallKind::kAllReduce || kind == CallKind::kReduce ||
+                           kind == CallKind::kBroadcast || kind == CallKind::kGather;
+    const char* what = is_tensor ? "tensor" : "input";
     PYCOMM_RETURN_IF_ERROR(
         view_tensors(in, what, in == out, &call.in, &call.sig.dtype, &layout).within(call_kind_name(kind)));
   }
   if (has_out && out == in) {
     call.out = call.in;
   } else if (has_out) {
-    const char* what = kind == CallKind::kBroadcast ? "tensor" : "output";
+    const bool reduces = kind == CallKind::kAllReduce || kind == CallKind::kReduce;
+    const char* what = kind == CallKind::kBroadcast ? "tensor" : reduces ? "out" : "output";
     PYCOMM_RETURN_IF_ERROR(
         view_tensors(out, what, true, &call.out, &out_dtype, &out_layout).within(call_kind_name(kind)));
     if (has_in && out_dtype != call.sig.dtype) {

@@ -108,17 +108,6 @@ bool known_plain(PyObject* tensor, const void* data) {
   const Known& k = known_slot(tensor);
   return k.tensor == tensor && k.data == data && PyWeakref_GET_OBJECT(k.weak) == tensor;
 }
-void remember_plain(PyObject* tensor, const void* data) {
-  PyObject* weak = PyWeakref_NewRef(tensor, nullptr);
-  if (weak == nullptr) {
-    PyErr_Clear();
-    return;
-  }
-  Known& k = known_slot(tensor);
-  PyObject* old = k.weak;
-  k = {tensor, data, weak};
-  Py_XDECREF(old);
-}
 
 // 1 contiguous, 0 not.
 int contiguous(const dlpack::Tensor& t, uint64_t* n_elems) {
@@ -246,7 +235,6 @@ Status view_tensor(PyObject* tensor, const char* what, bool written, TensorView*
     }
     if (lazy < 0) return python_error(what);
     if (lazy > 0) *layout = Layout::kNeedsStaging;
-    if (lazy == 0) remember_plain(tensor, view->data);
   }
   if (view->data == nullptr && view->n_elems > 0) {
     return Status::error(Code::kType, format("%s has no memory (a meta or fake tensor?)", what));
@@ -265,6 +253,22 @@ Status view_tensor(PyObject* tensor, const char* what, bool written, TensorView*
     }
   }
   return Status();
+}
+
+void remember_plain(PyObject* tensor, const TensorView& view) {
+  constexpr size_t kSmallBytes = 16 << 10;
+  if (Py_TYPE(tensor) != tensor_type || view.n_elems * dtype_size(view.dtype) > kSmallBytes) return;
+  if (view.dtype == DType::kComplex64 || view.dtype == DType::kComplex128) return;
+  if (known_plain(tensor, view.data)) return;
+  PyObject* weak = PyWeakref_NewRef(tensor, nullptr);
+  if (weak == nullptr) {
+    PyErr_Clear();
+    return;
+  }
+  Known& k = known_slot(tensor);
+  PyObject* old = k.weak;
+  k = {tensor, view.data, weak};
+  Py_XDECREF(old);
 }
 
 Status view_tensors(PyObject* object, const char* what, bool written, Buffer* buffer, DType* dtype,

@@ -30,6 +30,12 @@ void bind_tensor_setup(PyObject* tensor_type, PyObject* parameter_type, PyObject
 // tensors must not need autograd while it is recording. With a Python error set, the code is kInterrupt.
 Status view_tensor(PyObject* tensor, const char* what, bool written, TensorView* view, Layout* layout);
 
+// Spares later calls on a tensor that was found plain the question for its lazy bits, which costs as much as
+// a small call. Only small, real ones that are no Parameter: the weak reference that tells whether the object
+// at that address is still the same keeps torch.utils.swap_tensors, and so Module.to, from swapping it, and
+// `z.data = z.conj()` makes a plain tensor lazy.
+void remember_plain(PyObject* tensor, const TensorView& view);
+
 // A tensor, or a list or tuple of tensors of one dtype.
 Status view_tensors(PyObject* object, const char* what, bool written, Buffer* buffer, DType* dtype,
                     Layout* layout);
