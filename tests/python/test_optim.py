@@ -1,0 +1,103 @@
+"""pycomm.optim.scale_lr: the two rules, the warm-up, checkpoints, composition, refusals."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import SequentialLR, StepLR
+
+from pycomm.optim import scale_lr, scaling_of
+
+
+def sgd(*rates: float) -> torch.optim.SGD:
+    return torch.optim.SGD([{"params": [nn.Parameter(torch.ones(2))], "lr": lr} for lr in rates], lr=1.0)
+
+
+def rates_over(
+    optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler, n: int
+) -> list[float]:
+    """The first group's rate at each of n steps."""
+    seen = []
+    for _ in range(n):
+        seen.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 6.0), ("sqrt", math.sqrt(6.0))])
+def test_every_group_is_scaled(rule, factor):
+    optimizer = sgd(0.1, 0.02)
+    scale_lr(optimizer, world_size=6, rule=rule)
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.1 * factor, 0.02 * factor])
+    scaling = scaling_of(optimizer)
+    assert scaling is not None and (scaling.world_size, scaling.rule) == (6, rule)
+    assert scaling.factor == pytest.approx(factor)
+
+
+def test_the_warm_up_is_a_straight_line_from_the_rate_of_one_replica():
+    optimizer = sgd(0.1)
+    warmup = scale_lr(optimizer, world_size=4, warmup_steps=3)
+    assert rates_over(optimizer, warmup, 6) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+
+
+def test_one_replica_changes_nothing():
+    optimizer = sgd(0.1)
+    assert rates_over(optimizer, scale_lr(optimizer, world_size=1, warmup_steps=5), 7) == pytest.approx(
+        [0.1] * 7
+    )
+
+
+def test_a_checkpoint_goes_on_where_the_warm_up_was():
+    first = sgd(0.1)
+    warmup = scale_lr(first, world_size=4, warmup_steps=6)
+    rates_over(first, warmup, 3)
+    second = sgd(0.1)
+    resumed = scale_lr(second, world_size=4, warmup_steps=6)
+    second.load_state_dict(first.state_dict())
+    resumed.load_state_dict(warmup.state_dict())
+    assert rates_over(second, resumed, 4) == pytest.approx([0.25, 0.3, 0.35, 0.4])
+
+
+def test_a_scheduler_behind_it_sees_the_scaled_rate():
+    optimizer = sgd(0.1)
+    warmup = scale_lr(optimizer, world_size=2, warmup_steps=2)
+    both = SequentialLR(optimizer, [warmup, StepLR(optimizer, step_size=1, gamma=0.5)], milestones=[2])
+    assert rates_over(optimizer, both, 5) == pytest.approx([0.1, 0.15, 0.2, 0.1, 0.05])
+
+
+def test_a_rate_that_is_a_tensor():
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))], lr=torch.tensor(0.1))
+    scale_lr(optimizer, world_size=4, rule="sqrt")
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"world_size": 0}, "world_size"),
+        ({"world_size": 2.0}, "world_size"),
+        ({"world_size": 2, "rule": "cubic"}, "rule"),
+        ({"world_size": 2, "warmup_steps": -1}, "warmup_steps"),
+    ],
+)
+def test_bad_arguments_change_nothing(arguments, word):
+    optimizer = sgd(0.1)
+    with pytest.raises(ValueError, match=word):
+        scale_lr(optimizer, **arguments)
+    assert optimizer.param_groups[0]["lr"] == 0.1 and scaling_of(optimizer) is None
+
+
+def test_twice_is_refused():
+    optimizer = sgd(0.1)
+    scale_lr(optimizer, world_size=2)
+    with pytest.raises(ValueError, match="scaled before"):
+        scale_lr(optimizer, world_size=2)
+
+
+def test_something_else_is_refused():
+    with pytest.raises(TypeError, match="Optimizer"):
+        scale_lr(nn.Linear(2, 2), world_size=2)
