@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 
+import pytest
 import torch
 
 import pycomm
@@ -191,6 +192,33 @@ def futures(rank: int, size: int) -> None:
 
 def test_torch_futures() -> None:
     run_ranks(2, futures)
+
+
+def futures_in_their_order(rank: int, size: int) -> None:
+    """A Future is complete when its call is: one that waits for a peer does not hold up the others."""
+    with pycomm.init(timeout=60) as comm:
+        got = torch.zeros(3)
+        open_one = comm.irecv(got, 1 - rank, tag=9).get_future()  # nothing is sent yet
+        for i in range(20):
+            t = torch.full((10,), float(i))
+            assert comm.all_reduce(t, async_op=True).get_future().wait() is t
+            assert bool((t == size * i).all())
+        second = comm.irecv(torch.zeros(1), 1 - rank, tag=8).get_future()
+        comm.send(torch.ones(1), 1 - rank, tag=8)
+        check(second.wait(), torch.ones(1))
+        assert not open_one.done()
+        comm.barrier()
+        comm.send(torch.full((3,), rank + 1.0), 1 - rank, tag=9)
+        assert open_one.wait() is got
+        check(got, torch.full((3,), 2.0 - rank))
+        # One that is never sent ends with the communicator.
+        never = comm.irecv(got, 1 - rank, tag=10).get_future()
+    with pytest.raises(RuntimeError, match="closed"):
+        never.wait()
+
+
+def test_a_future_that_waits_does_not_hold_up_others() -> None:
+    run_ranks(2, futures_in_their_order)
 
 
 def threads(rank: int, size: int) -> None:

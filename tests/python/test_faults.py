@@ -212,6 +212,40 @@ def test_ctrl_c_in_wait() -> None:
     run_ranks(2, ctrl_c_while_waiting)
 
 
+def ctrl_c_in_close(rank: int, size: int, form: str) -> None:
+    """close() waits for queued calls whose peer does not come: Ctrl-C ends the wait and the communicator."""
+    comm = pycomm.init(timeout=60)
+    comm.barrier()
+    closed = folder() / "closed"
+    if rank == 1:
+        wait_for(closed.exists)
+        with raises(pycomm.CommError, f"rank 0 (host {HOST}, pid", "interrupted while closing (Ctrl-C)"):
+            comm.all_reduce(torch.ones(500_000))  # (a small one may find all that it needs)
+        return
+    works = [comm.all_reduce(torch.ones(500_000), async_op=True) for _ in range(3)]
+    begin = time.monotonic()
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with raises(KeyboardInterrupt):
+        if form == "close":
+            comm.close()
+        else:
+            with comm:
+                pass
+    assert 0.2 < time.monotonic() - begin < SOON_S
+    for work in works:
+        assert work.is_completed()
+        assert type(work.exception()) is pycomm.CommError
+    comm.close()  # again: nothing
+    with raises(pycomm.CommError, "closed"):
+        comm.barrier()
+    closed.touch()
+
+
+@pytest.mark.parametrize("form", ["close", "with"])
+def test_ctrl_c_in_close(form: str) -> None:
+    run_ranks(2, ctrl_c_in_close, form)
+
+
 # ---- calls that differ ----------------------------------------------------------------------------------
 
 

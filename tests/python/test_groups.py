@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import pycomm
 from cases import expected, raises, values
+from pycomm import tuning
 from ranks import run_ranks
 
 
@@ -92,6 +97,35 @@ def test_new_group() -> None:
     run_ranks(3, new_groups)
 
 
+#: what rank 0 calls, what the others call
+DIFFERENT: dict[str, tuple[Callable[[pycomm.Communicator], Any], Callable[[pycomm.Communicator], Any]]] = {
+    "order": (lambda c: c.new_group([0, 1]), lambda c: c.new_group([1, 0])),
+    "members": (lambda c: c.new_group([0, 1]), lambda c: c.new_group([0, 2])),
+    "more": (lambda c: c.new_group([0, 1]), lambda c: c.new_group([0, 1, 2])),
+    "without me": (lambda c: c.new_group([1]), lambda c: c.new_group([2])),
+    "split": (lambda c: c.new_group([0, 1, 2]), lambda c: c.split(0)),
+}
+
+
+def different_lists(rank: int, size: int, what: str) -> float:
+    comm = pycomm.init(timeout=60)
+    older = comm.split(0)
+    assert older is not None
+    begin = time.monotonic()
+    with raises(pycomm.MismatchError, "new_group", "different lists of ranks"):
+        DIFFERENT[what][min(rank, 1)](comm)
+    with raises(pycomm.MismatchError, "different lists of ranks"):
+        comm.barrier()
+    took = time.monotonic() - begin
+    assert gathered(older, rank) == list(range(size))  # others are not harmed
+    return took
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_new_group_with_different_lists(what: str) -> None:
+    assert max(run_ranks(3, different_lists, what)) < 3.0
+
+
 def inherits(rank: int, size: int) -> None:
     with pycomm.init(timeout=60) as comm:
         comm.deterministic = True
@@ -115,6 +149,47 @@ def inherits(rank: int, size: int) -> None:
 
 def test_options_are_inherited_and_lives_are_separate() -> None:
     run_ranks(2, inherits)
+
+
+def inherits_tables(rank: int, size: int) -> None:
+    """A child of as many ranks has its parent's table, whatever the order; one of fewer the cached one."""
+    with pycomm.init(timeout=60) as comm:
+        default = tuning.read(comm)
+        rows = [(4096, "direct", "direct", 65536), (2**64 - 1, "ring", "direct", 131072)]
+        tuning.apply(comm, {"all_reduce": rows})
+        assert tuning.read(comm) == default | {"all_reduce": rows}
+        for child in (comm.split(0), comm.split(0, key=-rank), comm.new_group([1, 2, 0])):
+            assert child is not None
+            assert tuning.read(child) == tuning.read(comm)
+            # It is used: what one rank forces, the others hear of beside the table's choice.
+            big = torch.ones(100_000)
+            forced = "double_tree" if child.rank == 0 else None
+            with raises(pycomm.MismatchError, "all_reduce/ring", "all_reduce/double_tree"):
+                child.all_reduce(big, algorithm=forced)
+        child = comm.split(rank // 2)
+        assert child is not None
+        if rank < 2:
+            cached = tuning.read(child) | {"all_reduce": [(2**64 - 1, "ring", "ring", 65536)]}
+            assert tuning.read(child) != cached
+            if rank == 0:
+                tuning._save(tuning.cache_file(2), cached)
+            comm.barrier()
+            pair = comm.split(0)
+            assert pair is not None
+            assert tuning.read(pair) == cached
+        else:
+            comm.barrier()
+            assert comm.split(None) is None
+        # The table is a copy: the parent's later choice is its own.
+        same = comm.split(0)
+        assert same is not None
+        tuning.apply(comm, default)
+        assert tuning.read(same)["all_reduce"] == rows
+
+
+def test_selection_tables_are_inherited(tmp_path: Path) -> None:
+    env = {"PYCOMM_CACHE_DIR": str(tmp_path), "PYCOMM_TUNE": "auto"}
+    run_ranks(3, inherits_tables, env=env)
 
 
 def independent(rank: int, size: int) -> None:
