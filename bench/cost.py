@@ -3,13 +3,12 @@
     python bench/cost.py [--ranks 2] [--json cost.json]
 
 Calibration: one algorithm that is not among the predicted ones, timed at three sizes, gives alpha, a call's
-fixed time with its synchronisations (4 KiB), and beta, seconds per byte touched in cache (1 MiB) and out of it
-(64 MiB). All ranks' inputs and outputs together are in cache while they fill at most half of the last one, and
-out of it from twice of it on; between, beta is taken as linear in the logarithm of the size. It is
-halving_doubling, which
-like the predicted ones reduces in one phase and distributes in another: where the two cores share no cache, a
-byte of a sum that is written for a peer to read costs more than one that is only copied (one_shot's are
-twice as cheap there). Prediction:
+fixed time with its synchronisations (4 KiB), and beta, seconds per byte touched in cache (1 MiB) and out of
+it (64 MiB). All ranks' inputs and outputs together are in cache while they fill at most half of the last one,
+and out of it from twice of it on; between, beta is taken as linear in the logarithm of the size. The
+algorithm is halving_doubling, which like the predicted ones reduces in one phase and distributes in another:
+where the two cores share no cache, a byte of a sum that is written for a peer to read costs more than one
+that is only copied (one_shot's are twice as cheap there). Prediction:
 
     t = alpha + bytes touched * beta(size)
 
