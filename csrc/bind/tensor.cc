@@ -90,7 +90,7 @@ Status wrong_device(const char* what) {
       format("%s must be a CPU tensor: this build has no CUDA engine; move it with .cpu()", what));
 }
 
-// Whether a tensor is lazily negated or conjugated never changes, but asking costs as much as a small call.
+// Whether a real tensor is lazily negated does not change, but asking costs as much as a small call.
 // Remembered are tensors that are not, by object and address; the weak reference tells whether the object at
 // that address is still the one that was asked.
 struct Known {

@@ -38,8 +38,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-GRACE_S = 5.0
 HOST = socket.gethostname()
+"""What errors name as the host of every rank."""
+GRACE_S = 5.0
 """How long the other ranks may go on after the first one failed."""
 STACKS_S = 3.0
 """How long ranks may take to write their stacks after the time is over."""
