@@ -1,60 +1,95 @@
 """Data parallelism: every rank trains the same module on its share of the batch, gradients are averaged.
 
-In reading order: this file (the module wrapper), ddp_agree (same start on all ranks), ddp_reducer (one
-backward), ddp_wire (one bucket), csrc/bucket (which gradients form a bucket).
+In reading order: this file (the module wrapper), ddp_arguments (what it may be given), ddp_agree (same
+start on all ranks), ddp_structure (what is wrapped, and whether it still is), ddp_reducer (one backward),
+ddp_sinks (when a backward begins), ddp_plan and ddp_wire (buckets), ddp_hooks, ddp_sparse, ddp_problems and
+ddp_resolve (what is not as planned), ddp_join (uneven inputs), ddp_torch (names that other libraries look
+for).
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, cast, get_args
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
 
 from pycomm.communicator import Communicator
 from pycomm.ddp_agree import broadcast_tensors, check_agreement, describe
-from pycomm.ddp_reducer import Overlap, Reducer
-from pycomm.ddp_wire import WIRE_DTYPES, Compression
-from pycomm.initialize import init
+from pycomm.ddp_arguments import (
+    Arguments,
+    chosen_overlap,
+    communicator_for,
+    described,
+    first_fault,
+    group_for,
+    settings_from,
+    synced_buffers,
+)
+from pycomm.ddp_plan import Overlap
+from pycomm.ddp_reducer import Reducer
+from pycomm.ddp_sinks import Forward, Sinks
+from pycomm.ddp_structure import Structure
+from pycomm.ddp_torch import NotTraced, TorchNames
+from pycomm.ddp_wire import Compression
 
 __all__ = ["DistributedDataParallel"]
 
-FIRST_BUCKET_BYTES = 1 << 20
-OVERLAP_VARIABLE = "PYCOMM_DDP_OVERLAP"
 _WHO = "DistributedDataParallel"
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(TorchNames):
     """Averages the gradients of ``module`` over the ranks while backward computes them.
 
     After each backward every rank's ``p.grad`` holds the average over the ranks, with the same bits, as if
-    one process had computed the mean of the ranks' losses. Names and behaviour are those of
-    ``torch.nn.parallel.DistributedDataParallel``; arguments of it that are missing here are not supported.
+    one process had computed the mean of the ranks' losses. A drop-in for
+    ``torch.nn.parallel.DistributedDataParallel``: its arguments, methods and attributes, and an instance of
+    it.
 
     At the start all ranks must have the same parameters and buffers (names, order, shapes, dtypes, memory
     layout); rank 0's values are given to all. With one rank nothing is done and no hook is set.
 
-    Buckets are reduced in the same order on every rank, gradients where they lie (``p.grad`` stays the tensor
-    that autograd made, of any layout). Gradients of any floating or complex dtype are taken; sparse ones are
-    refused.
+    **Every backward averages**, through the wrapper or ``.module``, as often as it runs; gradients that
+    ``torch.autograd.grad`` returns for parameters are averages as well. Only what :meth:`no_sync` encloses
+    stays local. Where ranks cannot mean the same, all raise the same error in that backward, and it names
+    the parameter.
 
     Args:
         module: on the CPU; at least one parameter requires a gradient. A parameter may be shared. Names in
             ``module._ddp_params_and_buffers_to_ignore`` are left alone, as torch does.
-        communicator: its ranks are the replicas; None: ``pycomm.init()``. Not closed by this class.
-        bucket_cap_mb: MiB of gradients in one reduction (the first has at most 1 MiB, so that it starts
-            early; a larger parameter is a bucket of its own).
+        device_ids, output_device: None (or empty) for a module on the CPU.
+        dim: kept as an attribute; nothing is scattered here.
+        broadcast_buffers: False: buffers are given to other ranks neither at the start nor later. None: True.
+        init_sync: False: the start is neither checked nor synchronised; you vouch for equal ranks.
+        process_group: a torch group of any backend, whose ranks are the replicas. None: torch's default
+        group,
+            or without one ``pycomm.init()``.
+        bucket_cap_mb: MiB of gradients in one reduction; None: 25, and the first has at most 1 MiB so that it
+            starts early (a larger parameter is a bucket of its own).
         find_unused_parameters: a parameter without a gradient counts as zeros where another rank has one, and
             keeps its ``grad`` (None, or what was there) where no rank has. False: it is an error on every
             rank in that same backward. Nothing is searched in the graph, so it costs nothing where all have
             one.
-        broadcast_buffers: gives rank 0's buffers to all ranks at each forward that follows a synchronised
-            one.
+        check_reduction: ignored, as by torch.
+        gradient_as_bucket_view: gradients are views of the buckets, which lie in shared memory: nothing is
+            copied for a reduction when they stay there (``zero_grad(set_to_none=False)``).
+        static_graph: parameters may be unused, and may get gradients several times in one backward.
+        delay_all_reduce_named_params: (name, parameter) pairs that are reduced together, last, and may lie
+            outside of ``module``.
+        param_to_hook_all_reduce: given together with them, as torch demands; here the end of backward
+        decides. mixed_precision: torch's ``_MixedPrecision`` with a ``reduce_dtype`` only (see
+        ``compression``). device_mesh: of one dimension, in place of ``process_group``.
+        skip_all_reduce_unused_params: like ``find_unused_parameters``. bucket_cap_mb_list: MiB of the
+        first, second, … bucket; the last one repeats. batched_grad_copy: gradients are copied in batches
+        wherever they are copied; accepted. forward_sync_buffers: False: buffers are synchronised at the
+        start only. True: rank 0's go to all ranks
+            before a forward in training mode with gradients, unless the last such forward was in ``no_sync``.
+        communicator: its ranks are the replicas; instead of ``process_group``. Not closed by this class.
         compression: "fp16" or "bf16": float32 gradients travel with 16 bits (other dtypes as they are). The
             error is at most 2^-10 ("fp16") or 2^-7 ("bf16") of the mean magnitude over the ranks, plus for
             "fp16" 2^-33 of the bucket's largest; finite gradients do not overflow in "fp16", infinities and
@@ -62,17 +97,22 @@ class DistributedDataParallel(nn.Module):
         overlap: "async": buckets are reduced by a thread while backward goes on; "inline": in backward's
             thread as soon as they are complete; "end": when backward is over. None: PYCOMM_DDP_OVERLAP, else
             "async" where each local rank has a second core, else "end". The result is the same.
+        check_consistency_every: :meth:`check_consistency` before every so many synchronised forwards; 0:
+        never.
 
     Attributes:
         module: the wrapped module; ``state_dict`` keys begin with ``module.``, as torch's.
-        require_backward_grad_sync: False within ``no_sync``.
+        require_backward_grad_sync: False within ``no_sync``; may be set.
+        communicator: whose ranks average.
 
     Raises:
-        ValueError: an argument is out of range, no parameter requires a gradient, or the ranks' modules or
-            arguments differ (the first difference is named on every rank).
+        ValueError: an argument is out of range, or the ranks' modules or arguments differ (the first
+        difference
+            is named on every rank).
         TypeError: ``module`` or ``communicator`` is something else.
-        RuntimeError: from ``backward``, on every rank: parameters without a gradient, or with one that cannot
-            be reduced, by name and rank; or another rank's backward ended in an exception.
+        RuntimeError: no parameter requires a gradient, or one has no shape yet. From ``backward``, on every
+            rank: parameters without a gradient, or with one that cannot be reduced, by name and rank; or
+            another rank's backward ended in an exception.
 
     Source: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
     VLDB 2020.
@@ -89,104 +129,173 @@ class DistributedDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
         *,
         communicator: Communicator | None = None,
-        broadcast_buffers: bool = True,
-        bucket_cap_mb: float = 25,
-        find_unused_parameters: bool = False,
         compression: Compression | None = None,
         overlap: Overlap | None = None,
+        check_consistency_every: int = 0,
     ) -> None:
-        super().__init__()
+        # Not torch's constructor, which would make a reducer of torch's.
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
         if not isinstance(module, nn.Module):
             raise TypeError(f"{_WHO}: module must be a torch.nn.Module, got {type(module).__name__}")
-        if communicator is not None and not isinstance(communicator, Communicator):
-            raise TypeError(
-                f"{_WHO}: communicator must be a Communicator or None, got {type(communicator).__name__}"
-            )
+        self.process_group = group_for(process_group, device_mesh, communicator)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self.communicator = communicator_for(self.process_group) if communicator is None else communicator
+        init_sync_buffers, self.forward_sync_buffers = synced_buffers(broadcast_buffers, forward_sync_buffers)
         self.module = module
-        self.broadcast_buffers = broadcast_buffers
-        self.require_backward_grad_sync = True
-        self.communicator = init() if communicator is None else communicator
-        self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        named = {name: p for name, p in module.named_parameters() if name not in self._ignored}
-        trained = {name: p for name, p in named.items() if p.requires_grad}
-        self._frozen = [(name, p) for name, p in named.items() if not p.requires_grad]
-        self._must_sync_buffers = True
-        self._reducer: Reducer | None = None
-        chosen = overlap or os.environ.get(OVERLAP_VARIABLE) or _default_overlap(self.communicator.size)
-        fault = _first_fault(named, bucket_cap_mb, compression, chosen)
-        settings = (
-            f"arguments bucket_cap_mb={bucket_cap_mb}, find_unused_parameters={find_unused_parameters}, "
-            f"broadcast_buffers={broadcast_buffers}, compression={compression}"
+        self.dim = dim
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.mixed_precision = mixed_precision
+        self.static_graph = static_graph
+        delayed = list(delay_all_reduce_named_params or ())
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore.update(name for name, _ in delayed)
+        self._given = Arguments(
+            bucket_cap_mb,
+            bucket_cap_mb_list,
+            compression,
+            chosen_overlap(overlap, self.communicator.size),
+            device_ids,
+            output_device,
+            delayed,
+            param_to_hook_all_reduce,
+            mixed_precision,
+            check_consistency_every,
         )
-        if self.communicator.size > 1:
-            lines = [f"the error that {fault}"] if fault else [settings]
+        self._check(init_sync)
+        self._start()
+        if init_sync and self.communicator.size > 1:
+            tensors = list(self._look().named.values())
+            broadcast_tensors(
+                self.communicator, [*tensors, *(self._buffers_now() if init_sync_buffers else ())]
+            )
+        self._set_up()
+
+    # ---- the start --------------------------------------------------------------------------------------
+
+    def _look(self) -> Structure:
+        return Structure(self.module, self.parameters_to_ignore, self._given.delayed)
+
+    def _check(self, init_sync: bool) -> None:
+        """Raises what is wrong with this rank's arguments, on all ranks where they may talk already."""
+        structure = self._look()
+        fault = first_fault(structure.named, self._given)
+        if self.communicator.size > 1 and init_sync:
+            settings = described(
+                self._given,
+                find_unused_parameters=self.find_unused_parameters,
+                static_graph=self.static_graph,
+                gradient_as_bucket_view=self.gradient_as_bucket_view,
+                forward_sync_buffers=self.forward_sync_buffers,
+            )
+            lines = [f"the error that {fault[1]}"] if fault else [settings, *structure.lines()]
             if not fault:
-                lines += [
-                    describe("parameter" if p.requires_grad else "frozen parameter", n, p)
-                    for n, p in named.items()
-                ]
-                lines += [describe("buffer", name, buffer) for name, buffer in self._named_buffers()]
-            check_agreement(self.communicator, _WHO, lines)
+                self._assign_modules_buffers()
+                lines += [describe("buffer", name, b) for name, b in self.named_module_buffers.items()]
+            try:
+                check_agreement(self.communicator, _WHO, lines)
+            except ValueError as error:
+                raise (fault[0] if fault else ValueError)(str(error)) from None
         if fault:
-            raise ValueError(f"{_WHO}: {fault}")
-        if self.communicator.size == 1:
+            raise fault[0](f"{_WHO}: {fault[1]}")
+
+    def _set_up(self) -> None:
+        """The reducer, where there is somebody to average with or a hook to call. Not collective."""
+        self._must_set_up = False
+        self._sinks: Sinks | None = None
+        self._reducer: Reducer | None = None
+        if self.communicator.size == 1 and not self._comm_hooks:
             return
-        broadcast_tensors(
-            self.communicator, [*named.values(), *(buffer for _, buffer in self._named_buffers())]
-        )
-        cap = int(bucket_cap_mb * (1 << 20))
-        self._reducer = Reducer(
-            self.communicator,
-            list(trained),
-            list(trained.values()),
-            first_cap=min(FIRST_BUCKET_BYTES, cap),
-            cap=cap,
-            find_unused=find_unused_parameters,
-            compression=compression,
-            overlap=cast(Overlap, chosen),
-        )
+        may_be_unused = self.find_unused_parameters or self.static_graph or self.skip_all_reduce_unused_params
+        settings = settings_from(self._given, may_be_unused, self.gradient_as_bucket_view)
+        for hook, state in self._comm_hooks:
+            settings.hook, settings.hook_state = hook, state
+        if self._builtin_compression is not None:
+            settings.compression = self._builtin_compression
+        self._reducer = Reducer(self.communicator, self._look, settings, self._told)
+        self._sinks = Sinks(self._reducer)
+        self._take_over_optimizers()
 
-    @property
-    def exposed_s(self) -> float:
-        """Seconds that backward has spent in communication so far: launching, reducing and waiting."""
-        return self._reducer.exposed_s if self._reducer is not None else 0.0
+    def _told(self) -> Forward:
+        share = self._share if self._share is not None else self._share_of_active()
+        return Forward(self.require_backward_grad_sync, share)
 
-    @property
-    def buckets(self) -> list[list[str]]:
-        """The parameters' names in each bucket, in the order of reduction; empty with one rank."""
-        return self._reducer.buckets if self._reducer is not None else []
+    # ---- forward ----------------------------------------------------------------------------------------
 
+    @NotTraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the module. Backward will average its gradients unless this runs within :meth:`no_sync`.
 
+        Without gradients (``torch.no_grad``) no rank waits for another, so one rank may evaluate alone.
+
         Raises:
             RuntimeError: this rank's last backward ended in an exception, and the others wait in theirs.
-            ValueError: a parameter that was frozen when it was wrapped requires a gradient now.
         """
+        if self._must_set_up:
+            self._connect()
+        if self._reducer is None and not self._join_config.enable:
+            return self.module(*inputs, **kwargs)
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        started = time.perf_counter()
+        with self._inside_ddp_forward():
+            output = self.module(*inputs, **kwargs)
         if self._reducer is not None:
-            self._before_forward(self._reducer)
-        return self.module(*inputs, **kwargs)
+            self._reducer.times.forward_s = time.perf_counter() - started
+        return self._post_forward(output)
 
-    def _before_forward(self, reducer: Reducer) -> None:
-        will_reduce = self.require_backward_grad_sync and torch.is_grad_enabled()
-        if torch.is_grad_enabled():
-            for name, parameter in self._frozen:
-                if parameter.requires_grad:
-                    raise ValueError(
-                        f"{_WHO}: parameter '{name}' was frozen when the module was wrapped and requires a "
-                        "gradient now, which would not be averaged; wrap the module again"
-                    )
-            reducer.close_broken_backward()
-            reducer.armed = self.require_backward_grad_sync
-        if self.broadcast_buffers and self._must_sync_buffers:
-            buffers = [buffer for _, buffer in self._named_buffers()]
-            broadcast_tensors(self.communicator, buffers)
-        self._must_sync_buffers = will_reduce
+    @NotTraced
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inputs, kwargs
+        if self._reducer is not None:
+            self._reducer.close_broken_backward()
+        if self._join_config.enable:
+            self._before_joined_forward()
+        if self._sync_before_forward():
+            self._sync_buffers()
+        if self._join_config.enable:
+            self._tell_joined_ranks(self.require_backward_grad_sync)
+        elif self._given.check_every > 0 and self.training and self.require_backward_grad_sync:
+            self._n_forwards += 1
+            if self._n_forwards % self._given.check_every == 0:
+                self.check_consistency()
+        return inputs, kwargs
 
-    def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return (item for item in self.module.named_buffers() if item[0] not in self._ignored)
+    @NotTraced
+    def _post_forward(self, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return output
+        if self._sync_after_forward():
+            self._sync_buffers()
+        self.require_forward_param_sync = self.require_backward_grad_sync
+        if self._sinks is not None:
+            self._sinks.attach(output, self._told())
+        return output
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -205,48 +314,87 @@ class DistributedDataParallel(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "DistributedDataParallel cannot be copied or pickled: its hooks and communicator belong to this "
-            "process. Copy .module and wrap it again, or save its state_dict()"
-        )
+    @contextlib.contextmanager
+    def weighted(self, n: float) -> Iterator[None]:
+        """Backward through forwards within it weighs this rank's gradients by ``n`` of all ranks' n.
 
+        With a loss that is the mean over ``n`` tokens or samples on each rank, the average is the gradient of
+        the mean over all of them: that of the concatenated batch, however uneven. One exchange of 8 bytes.
 
-def _first_fault(
-    named: dict[str, nn.Parameter], bucket_cap_mb: float, compression: str | None, overlap: str
-) -> str | None:
-    """What is wrong with this rank's arguments, or None."""
-    if compression is not None and compression not in WIRE_DTYPES:
-        return f"compression must be one of {', '.join(map(repr, WIRE_DTYPES))} or None, got {compression!r}"
-    if not 0 < bucket_cap_mb < math.inf:
-        return f"bucket_cap_mb must be above 0 and finite, got {bucket_cap_mb!r}"
-    if overlap not in get_args(Overlap):
-        known = ", ".join(map(repr, get_args(Overlap)))
-        return f"overlap (or {OVERLAP_VARIABLE}) must be one of {known}, got {overlap!r}"
-    if not any(parameter.requires_grad for parameter in named.values()):
-        return "no parameter of the module requires a gradient, so there is nothing to average"
-    for name, parameter in named.items():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            return f"parameter '{name}' has no shape yet; run a forward of the module before wrapping it"
-        if parameter.device.type != "cpu" or parameter.layout is not torch.strided:
-            return (
-                f"parameter '{name}' is {parameter.layout} on {parameter.device}; this version takes strided "
-                "tensors on the CPU"
+        Args:
+            n: this rank's number, at least 0; not 0 on all ranks.
+
+        Raises:
+            ValueError: on every rank, when a rank's number is negative or not finite, or all are 0.
+
+        Example:
+            >>> with model.weighted(4):
+            ...     model(torch.ones(4, 8)).mean().backward()
+        """
+        before, self._share = self._share, self._share_of(n)
+        try:
+            yield
+        finally:
+            self._share = before
+
+    def _share_of(self, n: float) -> float | None:
+        if self._join_config.enable:
+            raise RuntimeError(
+                f"{_WHO}.weighted: joined ranks give no number; see join's divide_by_initial_world_size"
             )
-    return None
+        is_valid = 0 <= n < math.inf
+        everyone = torch.empty(self.communicator.size, dtype=torch.float64)
+        mine = torch.tensor([float(n) if is_valid else math.nan], dtype=torch.float64)
+        self.communicator.all_gather(everyone, mine)
+        if bool(everyone.isnan().any()):
+            rank = int(everyone.isnan().nonzero()[0])
+            given = f", got {n!r}" if rank == self.communicator.rank else ""
+            raise ValueError(f"{_WHO}.weighted: the number of rank {rank} must be finite and >= 0{given}")
+        total = float(everyone.sum())
+        if total == 0:
+            raise ValueError(f"{_WHO}.weighted: the numbers of all ranks are 0")
+        self._global_batch = total
+        return None if self.communicator.size == 1 else float(n) / total
 
+    def finalize_backward(self) -> None:
+        """Averages what ``p.grad`` holds now, outside of any backward. Collective.
 
-def _default_overlap(n_local_ranks: int) -> Overlap:
-    """A thread that reduces beside backward pays only where it has a core to itself."""
-    return "async" if _usable_cores() >= 2 * n_local_ranks else "end"
+        For pipelines, retained graphs and several losses: run all backwards within :meth:`no_sync`, or set
+        the gradients yourself, then call this once. Averaging what is averaged already changes nothing.
 
+        Raises:
+            RuntimeError: on every rank: a parameter has no gradient, as in ``backward``.
 
-def _usable_cores() -> float:
-    """The cores that this process may use: its affinity, or the control group's quota where that is less."""
-    cores = float(len(os.sched_getaffinity(0)))
-    quota_file = Path("/sys/fs/cgroup/cpu.max")
-    if quota_file.is_file():
-        quota, _, period = quota_file.read_text().partition(" ")
-        if quota != "max":
-            cores = min(cores, int(quota) / int(period))
-    return cores
+        Example:
+            >>> with model.no_sync():
+            ...     model(torch.ones(4, 8)).sum().backward()
+            >>> model.finalize_backward()
+        """
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(f"{_WHO}.finalize_backward: call it when backward is over, not within it")
+        if self._reducer is not None:
+            self._reducer.reduce_now(self._share)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """``hook(state, bucket)`` reduces each bucket from now on; see pycomm/ddp_hooks.py.
+
+        Args:
+            state: given to the hook; for torch's hooks a process group, None for the default one, or theirs.
+            hook: takes a ``GradBucket`` of undivided gradients and returns a ``torch.futures.Future`` of one
+                tensor of the bucket's size, the new gradients.
+
+        Raises:
+            RuntimeError: there is a hook, or built-in one, already.
+            TypeError: ``hook`` is not callable. ValueError: its annotations say something else.
+
+        Example:
+            >>> def keep_local(state, bucket):
+            ...     future = torch.futures.Future()
+            ...     future.set_result(bucket.buffer())
+            ...     return future
+            >>> model.register_comm_hook(None, keep_local)
+        """
+        self._check_comm_hook(hook)
+        self._refuse_second_hook()
+        self._comm_hooks.append((hook, state))
+        self._set_up()

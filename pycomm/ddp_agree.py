@@ -11,15 +11,23 @@ order is one of the things that must agree.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from pycomm._setup import DTYPE_CODES
 from pycomm.communicator import Communicator
 
-__all__ = ["broadcast_tensors", "check_agreement", "describe", "in_memory_order", "memory_order"]
+__all__ = [
+    "broadcast_tensors",
+    "check_agreement",
+    "describe",
+    "digest",
+    "in_memory_order",
+    "memory_order",
+]
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
@@ -84,15 +92,41 @@ def _as_bytes(n: int) -> list[int]:
     return list(n.to_bytes(8, "little"))
 
 
-def broadcast_tensors(comm: Communicator, tensors: Iterable[Tensor]) -> None:
-    """Gives every rank the values of rank 0: one coalesced broadcast for each dtype. Collective.
+def digest(tensor: Tensor) -> bytes:
+    """16 bytes that are equal when two tensors have the same elements, bit for bit, whatever their layout."""
+    plain = tensor.detach()
+    if plain.layout is not torch.strided:
+        plain = plain.to_dense()
+    raw = as_bytes(plain.resolve_conj().resolve_neg().contiguous())
+    return hashlib.blake2b(raw.numpy().tobytes(), digest_size=16).digest()
 
-    Autograd learns of it: a backward that needs the old values of a tensor raises.
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor of any dtype, as a flat uint8 tensor that shares it."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def broadcast_tensors(
+    comm: Communicator, tensors: Iterable[Tensor], src: int = 0, unseen: Collection[int] = ()
+) -> None:
+    """Gives every rank the values of rank ``src``: one coalesced broadcast for each dtype. Collective.
+
+    Tensors of dtypes that the core does not know travel as bytes. Autograd learns of it: a backward that
+    needs the old values of a tensor raises; not for those whose ids are in ``unseen``.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    staged: list[tuple[Tensor, Tensor]] = []
     for tensor in tensors:
-        increment_version(tensor)
+        if id(tensor) not in unseen:
+            increment_version(tensor)
         plain = tensor.detach()
-        by_dtype.setdefault(tensor.dtype, []).append(in_memory_order(plain, memory_order(plain)))
+        if plain.dtype not in DTYPE_CODES:
+            copy = plain.contiguous()
+            if copy.data_ptr() != plain.data_ptr():
+                staged.append((plain, copy))
+            plain = as_bytes(copy)
+        by_dtype.setdefault(plain.dtype, []).append(in_memory_order(plain, memory_order(plain)))
     for group in by_dtype.values():
-        comm.broadcast(group, src=0)
+        comm.broadcast(group, src=src)
+    for target, copy in staged:
+        target.copy_(copy)

@@ -2,175 +2,179 @@
 
 A parameter's hook runs when its gradient has been accumulated. The hook that completes a bucket launches it,
 after all buckets before it: so every rank launches the same buckets in the same order, whatever order its own
-gradients came in. When backward ends, autograd calls ``_finish``: it launches what is left, waits, and agrees
-with the other ranks on a 4-byte status, the number of *problems* (gradients that a rank could not
-contribute).
+gradients came in. When backward ends, autograd calls ``_end``: what is left is launched and waited for, and
+ranks agree on a *status*: how many have a *problem* (a gradient that a rank could not contribute), and when
+each came.
 
 A gradient that did not come, or cannot be reduced, does not stop the sequence: a *stand-in* (what the
 parameter's gradient already holds, else zeros) takes its place, so that every rank makes the same calls in
-every backward. Where the status is not zero, and only there, ranks gather who had which problem, and then all
-raise the same error, or with ``find_unused`` all keep or drop the same stand-ins. A backward that ended in an
-exception is closed in the same way by the next forward.
+every backward. Where the status is not zero, and only there, pycomm/ddp_resolve.py settles it on all ranks
+alike.
 
-After the first backward without problems the buckets are built again, once, in the order in which rank 0's
-gradients came. Everything here runs on the thread that calls backward.
+**When a backward is one of ours.** A hook on every output of a forward (pycomm/ddp_sinks.py) says so, with
+what that forward was told (no_sync, weights); where none is met (``ddp.module(x)``), the first gradient
+says so. The
+*outermost* backward counts: a reentrant checkpoint's own backward ends without a reduction.
+
+The first backward is reduced at its end. It shows in which order and how often gradients come; buckets are
+then built again in the order of rank 0. Everything here runs on the thread that calls backward.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Any, Literal, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from pycomm import _C
+from pycomm import ddp_resolve
 from pycomm.communicator import Communicator
-from pycomm.ddp_agree import in_memory_order, memory_order
-from pycomm.ddp_wire import Compression, HalfWire, PlainWire, Wire
+from pycomm.ddp_agree import in_memory_order
+from pycomm.ddp_plan import Bucket, Plan, Settings, build
+from pycomm.ddp_problems import Problem, Whole
+from pycomm.ddp_sinks import Forward, defer
+from pycomm.ddp_sparse import reduce_loose
+from pycomm.ddp_stats import Times
+from pycomm.ddp_structure import Structure
 
-__all__ = ["Overlap", "Reducer"]
+__all__ = ["Reducer"]
 
-Overlap = Literal["async", "inline", "end"]
-
-
-class Problem(IntEnum):
-    """Why a rank has no gradient to contribute for a parameter; NONE when it has one."""
-
-    NONE = 0
-    UNUSED = 1
-    GONE = 2
-    NOT_DENSE = 3
-    OTHER_TYPE = 4
-    HAS_GRAPH = 5
-    TWICE = 6
-    BROKEN = 7  # of the whole backward, not of a parameter
+IDLE, REDUCING, LOCAL = 0, 1, 2
+"""No backward is under way; one that averages; one within no_sync."""
 
 
-_SAYING = {
-    Problem.UNUSED: "got no gradient in this backward",
-    Problem.GONE: "lost its gradient to a hook before it was reduced (an optimizer that steps in backward?)",
-    Problem.NOT_DENSE: "has a gradient that is not a strided tensor (an Embedding with sparse=True?)",
-    Problem.OTHER_TYPE: "has a gradient whose class, shape, dtype or device is not the parameter's",
-    Problem.HAS_GRAPH: "has a gradient that is part of a graph (create_graph=True), which would be lost",
-    Problem.TWICE: "got its gradient twice in one backward (checkpointing with use_reentrant=True?)",
-}
+class Tally:
+    """What hooks share with the reducer, without keeping it alive."""
 
+    __slots__ = ("came", "mode")
 
-@dataclass
-class _Bucket:
-    indices: list[int]
-    wire: Wire
-    n_awaited: int = field(default=0)
+    def __init__(self) -> None:
+        self.mode = IDLE
+        self.came: list[int] = []
 
 
 class Reducer:
-    """Averages the gradients of ``parameters`` over the ranks of ``comm`` in every backward while ``armed``.
+    """Averages gradients over the ranks of ``comm`` in every backward that is to be synchronised.
 
     Args:
-        comm: a communicator of at least two ranks.
-        names: the parameters' names, for errors.
-        parameters: those that require a gradient, in the same order on all ranks, distinct.
-        first_cap, cap: bytes of gradients of the first and of the other buckets.
-        find_unused: parameters without a gradient are no error; see ``DistributedDataParallel``.
-        compression: None, "fp16" or "bf16", for float32 gradients.
-        overlap: where buckets are reduced: "async" on the progress thread while backward goes on, "inline"
-            in the hook that completes them, "end" when backward is over.
+        comm: whose ranks average.
+        look: makes a snapshot of the module's parameters as they are.
+        settings: see there.
+        default: what a forward without hooks on its outputs was told.
     """
 
     def __init__(
         self,
         comm: Communicator,
-        names: Sequence[str],
-        parameters: Sequence[nn.Parameter],
-        *,
-        first_cap: int,
-        cap: int,
-        find_unused: bool,
-        compression: Compression | None,
-        overlap: Overlap,
+        look: Callable[[], Structure],
+        settings: Settings,
+        default: Callable[[], Forward],
     ) -> None:
-        self.armed = True
-        self.exposed_s = 0.0
-        """Seconds that the thread of backward has spent here: launching, reducing, waiting."""
-        self._comm = comm
-        self._names = list(names)
-        self._parameters = list(parameters)
-        self._orders = [memory_order(parameter) for parameter in parameters]
-        self._caps = (first_cap, cap)
-        self._find_unused = find_unused
-        self._compression = compression
-        self.overlap: Overlap = overlap
-        self._order = list(reversed(range(len(parameters))))
-        self._is_order_agreed = False
-        self._build_buckets()
-        self._status = torch.zeros(1, dtype=torch.int32)
+        self.comm = comm
+        self.look = look
+        self.settings = settings
+        self.default = default
+        self.structure = look()
+        self.times = Times(comm.rank, comm.size)
+        self.tally = Tally()
+        self.plan = Plan([])
+        self.forced = False
+        """The next backward is synchronised whatever its forwards were told (pipelines)."""
+        self.pending: Forward | None = None
+        """What the last forward was told, when none of its outputs could take a hook."""
+        self.after: Callable[[], None] | None = None
+        """Called when gradients are averaged (optimizers that step in backward)."""
+        self.was_irregular = False
+        """Whether some backward so far had problems that were settled (unused parameters)."""
+        self._handles: list[Any] = []
+        self.new: set[int] = set()  # whose gradients came in a backward within no_sync
+        self.weight: float | None = None
+        self.adopt(self.structure)
+
+    # ---- the plan ---------------------------------------------------------------------------------------
+
+    def adopt(self, structure: Structure) -> None:
+        """Takes another set of parameters: hooks, plan and order begin anew."""
+        self.remove_hooks()
+        self.structure = structure
+        self.names, self.parameters = structure.names, structure.parameters
+        self.plan = Plan(self.parameters)
+        self.new = set()
+        self.rebuild()
         self._reset()
-        for index, parameter in enumerate(parameters):
+        for index, parameter in enumerate(self.parameters):
             register = cast(Any, parameter).register_post_accumulate_grad_hook  # untyped in torch
-            register(_hook(weakref.ref(self), index))
+            self._handles.append(register(_hook(weakref.ref(self), self.tally, self.plan, index)))
+
+    def remove_hooks(self) -> None:
+        """Leaves plain parameters behind."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def rebuild(self) -> None:
+        """Builds the buckets from the plan's order and its loose parameters."""
+        build(self.plan, self.comm, self.structure, self.settings)
 
     @property
     def buckets(self) -> list[list[str]]:
         """The names of the parameters in each bucket, in the order in which buckets are launched."""
-        return [[self._names[i] for i in bucket.indices] for bucket in self._buckets]
+        return [[self.names[i] for i in bucket.indices] for bucket in self.plan.buckets]
 
-    def _build_buckets(self) -> None:
-        in_order = [self._parameters[i] for i in self._order]
-        kinds = {dtype: kind for kind, dtype in enumerate(dict.fromkeys(p.dtype for p in self._parameters))}
-        assigned = _C.bucket.assign(
-            [p.numel() * p.element_size() for p in in_order], [kinds[p.dtype] for p in in_order], *self._caps
-        )
-        self._buckets: list[_Bucket] = []
-        self._bucket_of: list[int] = [0] * len(in_order)
-        for at, places in enumerate(assigned):
-            indices = [self._order[place] for place in places]
-            for index in indices:
-                self._bucket_of[index] = at
-            self._buckets.append(_Bucket(indices, self._wire_for([self._parameters[i] for i in indices])))
-
-    def _wire_for(self, parameters: list[nn.Parameter]) -> Wire:
-        if self._compression is not None and parameters[0].dtype == torch.float32:
-            return HalfWire(self._comm, self._compression, sum(p.numel() for p in parameters))
-        return PlainWire(self._comm)
+    # ---- one backward -----------------------------------------------------------------------------------
 
     def _reset(self) -> None:
-        """After a reduction: nothing has come."""
-        n = len(self._parameters)
-        self._is_open = False
-        self._came = [False] * n  # whose hook ran in this backward
-        self._has_new = [False] * n  # whose hook ran in any backward since the last reduction (no_sync)
-        self._problems = [Problem.NONE] * n
-        self._stand_ins: dict[int, Tensor] = {}
-        self._arrivals: list[int] = []
+        """Nothing has come, and nothing is under way."""
+        self.tally.mode = IDLE
+        self.tally.came.clear()
+        self.plan.reset()
+        self.problems: dict[int, Problem] = {}
+        self.stand_ins: dict[int, Tensor] = {}
+        self.whole = Whole.FINE
+        self._came: set[int] = set()
         self._n_launched = 0
-        for bucket in self._buckets:
-            bucket.n_awaited = len(bucket.indices)
+        self.n_launched_early = 0
 
-    def gradient_came(self, index: int) -> None:
-        """The hook of parameter ``index``."""
-        self._has_new[index] = True
-        if not self.armed:
+    def begin(self, forward: Forward | None = None) -> None:
+        """A backward is under way: through ``forward``, or (None) a gradient came before we knew."""
+        if forward is None:
+            forward = self.pending or self.default()
+        is_synced = forward.is_synced or self.forced
+        if self.tally.mode == REDUCING:
+            if forward.is_synced and forward.weight != self.weight:
+                self.whole |= Whole.WEIGHTS
             return
-        if not self._is_open:
-            self._is_open = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        if self._came[index]:
-            self._problems[index] = Problem.TWICE
+        engine = torch.autograd.Variable._execution_engine
+        if is_synced:
+            self.tally.mode = REDUCING
+            self.weight = forward.weight
+            self.times.backward_began()
+            engine.queue_callback(self._end)
+        elif self.tally.mode == IDLE:
+            self.tally.mode = LOCAL
+            engine.queue_callback(self._end_local)
+
+    def _end_local(self) -> None:
+        if self.tally.mode == LOCAL and not defer(self._end_local):
+            self.new.update(self.tally.came)
+            self._reset()
+
+    def _end(self) -> None:
+        if self.tally.mode == REDUCING and not defer(self._end):
+            self.finish()
+
+    def bucket_complete(self) -> None:
+        """All gradients of some bucket have come: launches what is complete, in order."""
+        if self.tally.mode != REDUCING or self.settings.overlap == "end":
             return
-        self._came[index] = True
-        self._arrivals.append(index)
-        bucket = self._buckets[self._bucket_of[index]]
-        bucket.n_awaited -= 1
-        if bucket.n_awaited == 0 and self.overlap != "end":
-            started = time.perf_counter()
-            while self._n_launched < len(self._buckets) and self._buckets[self._n_launched].n_awaited == 0:
-                self._launch_next()
-            self.exposed_s += time.perf_counter() - started
+        started = time.perf_counter()
+        left = self.plan.left
+        while self._n_launched < len(self.plan.buckets) and left[self._n_launched] == 0:
+            self._launch(None)
+        self.times.exposed_s += time.perf_counter() - started
 
     def close_broken_backward(self) -> None:
         """Tells the other ranks of a backward that an exception ended here, if there was one. Raises then.
@@ -178,125 +182,218 @@ class Reducer:
         Raises:
             RuntimeError: on every rank: here from forward, on the others from the backward that waits.
         """
-        if self._is_open and torch._C._current_graph_task_id() == -1:
-            self._finish(is_broken=True)
+        if self.tally.mode == IDLE or torch._C._current_graph_task_id() != -1:
+            return
+        if self.tally.mode == REDUCING:
+            self.finish(Whole.BROKEN)
+        self._reset()
 
-    def _launch_next(self) -> None:
-        bucket = self._buckets[self._n_launched]
-        self._n_launched += 1
-        with torch.no_grad():  # create_graph=True records in hooks
-            bucket.wire.start([self._contribution(i) for i in bucket.indices], self.overlap == "async")
-
-    def _contribution(self, index: int) -> Tensor:
-        """What this rank gives for a parameter, in memory order: its gradient, or a stand-in."""
-        parameter, gradient = self._parameters[index], self._parameters[index].grad
-        problem = self._problem_of(index, gradient)
-        if problem is Problem.NONE:
-            assert gradient is not None
-        else:
-            self._problems[index] = max(problem, self._problems[index])
-            keeps = problem is Problem.UNUSED and gradient is not None
-            gradient = gradient.clone() if keeps and gradient is not None else torch.zeros_like(parameter)
-            self._stand_ins[index] = gradient
-        return in_memory_order(gradient, self._orders[index])
-
-    def _problem_of(self, index: int, gradient: Tensor | None) -> Problem:
-        if gradient is None:
-            return Problem.GONE if self._came[index] else Problem.UNUSED
-        fault = self._fault_of(index, gradient)
-        return Problem.UNUSED if fault is Problem.NONE and not self._has_new[index] else fault
-
-    def _fault_of(self, index: int, gradient: Tensor) -> Problem:
-        parameter = self._parameters[index]
-        if gradient.layout is not torch.strided:
-            return Problem.NOT_DENSE
-        is_alike = gradient.dtype is parameter.dtype and gradient.shape == parameter.shape and gradient.is_cpu
-        if not is_alike or type(gradient) is not torch.Tensor:
-            return Problem.OTHER_TYPE
-        return Problem.HAS_GRAPH if gradient.requires_grad else Problem.NONE
+    def reduce_now(self, weight: float | None) -> None:
+        """Averages what ``grad`` holds, outside of any backward. Collective."""
+        self.close_broken_backward()
+        self.tally.mode = REDUCING
+        self.weight = weight
+        self.new.update(i for i, p in enumerate(self.parameters) if p.grad is not None)
+        self.times.backward_began()
+        self.finish()
 
     @torch.no_grad()
-    def _finish(self, is_broken: bool = False) -> None:
-        """At the end of backward: everything is launched, waited for and agreed upon."""
+    def shadow(self, weight: float | None) -> None:
+        """A backward of the others: this rank counts as zeros, and gets the averages. Collective."""
+        self.weight = weight
+        self.times.backward_began()
+        self.times.gradients_ready()
         started = time.perf_counter()
+        plan = self.plan
         try:
-            while self._n_launched < len(self._buckets):
-                self._launch_next()
-            for bucket in self._buckets:
+            self.problems = dict.fromkeys(range(plan.n), Problem.JOINED)
+            for bucket in plan.buckets:
+                zeros = [torch.zeros_like(p, requires_grad=False) for p in bucket.parameters]
+                self.stand_ins.update(zip(bucket.indices, zeros, strict=True))
+                orders = bucket.orders or [None] * len(zeros)
+                gradients = [in_memory_order(z, o) for z, o in zip(zeros, orders, strict=True)]
+                bucket.wire.start(gradients, weight, self.settings.overlap == "async")
+            if plan.loose:
+                for parameter in self._loose_parameters():
+                    parameter.grad = None
+                reduce_loose(self.comm, self._loose_parameters(), [False] * len(plan.loose), weight)
+            for bucket in plan.buckets:
                 bucket.wire.finish()
-            n_problems = sum(problem is not Problem.NONE for problem in self._problems) + is_broken
-            self._status.fill_(n_problems)
-            self._comm.all_reduce(self._status)
-            if int(self._status) > 0:
-                self._resolve(is_broken)
-            elif not self._is_order_agreed:
-                self._agree_on_order()
+            has_problems = self.times.exchange(self.comm, 0) > 0
+            has_changed = has_problems and ddp_resolve.resolve(self)
+            for index, average in () if has_problems else self.stand_ins.items():
+                self.parameters[index].grad = average
+            if plan.is_learning and not has_changed:
+                self._learn([])
         finally:
             self._reset()
-            self.exposed_s += time.perf_counter() - started
+            self.times.finished(time.perf_counter() - started)
 
-    def _resolve(self, is_broken: bool) -> None:
-        """Some rank had a problem: all learn of all, then all raise, or all settle the stand-ins."""
-        mine = torch.tensor(
-            [*self._problems, Problem.BROKEN if is_broken else Problem.NONE], dtype=torch.uint8
-        )
-        table = torch.empty(self._comm.size, mine.numel(), dtype=torch.uint8)
-        self._comm.all_gather(table, mine)
-        if int(table.max()) > (Problem.UNUSED if self._find_unused else Problem.NONE):
-            raise RuntimeError(self._report(table))
-        is_used_by_none = (table[:, :-1] == Problem.UNUSED).all(dim=0).tolist()
-        for index, stand_in in self._stand_ins.items():
-            if not is_used_by_none[index]:
-                gradient = self._parameters[index].grad
-                if gradient is None:
-                    self._parameters[index].grad = stand_in
-                else:
-                    gradient.copy_(stand_in)
+    def _launch(self, known: set[int] | None) -> None:
+        bucket = self.plan.buckets[self._n_launched]
+        self._n_launched += 1
+        with torch.no_grad():  # create_graph=True records in hooks
+            gradients = self._contributions(bucket, known)
+            bucket.wire.start(gradients, self.weight, self.settings.overlap == "async")
 
-    def _report(self, table: Tensor) -> str:
-        """The same words on every rank."""
-        findings = []
-        for rank, row in enumerate(table.tolist()):
-            if row[-1]:
-                findings.append(f"rank {rank}: backward ended in an exception")
-                continue  # what did not come, did not come for that reason
-            for problem, saying in _SAYING.items():
-                if problem is Problem.UNUSED and self._find_unused:
-                    continue
-                names = [self._names[i] for i, found in enumerate(row[:-1]) if found == problem]
-                if names:
-                    shown = ", ".join(names[:20]) + (
-                        f" and {len(names) - 20} more" if len(names) > 20 else ""
-                    )
-                    findings.append(f"rank {rank}: {saying}: {shown} ({len(names)} of {len(self._names)})")
-        advice = (
-            " Let every parameter take part in the loss, freeze it (requires_grad_(False)) before wrapping, "
-            "or wrap with find_unused_parameters=True (activation checkpointing: give use_reentrant=False)."
-            if any(_SAYING[Problem.UNUSED] in finding for finding in findings)
-            else ""
-        )
-        return (
-            f"DistributedDataParallel: gradients could not be averaged. {'; '.join(findings)}.{advice} The "
-            "gradients of this backward are undefined on every rank; the communicator stays usable"
-        )
+    def _contributions(self, bucket: Bucket, known: set[int] | None) -> list[Tensor]:
+        """What this rank gives; with ``known``, only of these parameters a gradient has come."""
+        gradients: list[Tensor] = []
+        dtype, strided, plain = bucket.dtype, torch.strided, Tensor
+        for index, parameter in zip(bucket.indices, bucket.parameters, strict=True):
+            gradient = parameter.grad
+            if (
+                gradient is None
+                or gradient.dtype is not dtype
+                or gradient.layout is not strided
+                or type(gradient) is not plain
+                or (known is not None and index not in known)
+            ):
+                gradient = self._stand_in(bucket, index, gradient, known is None)
+            elif gradient.requires_grad:
+                gradient = gradient.detach()  # the graph stays with the parameter's; the value is averaged
+            gradients.append(gradient)
+        if sum(map(plain.numel, gradients)) != bucket.n_elems:
+            gradients = self._reshaped(bucket, gradients)
+        if bucket.views is not None and self._move_into(bucket, bucket.views, gradients):
+            return bucket.views
+        if bucket.orders is not None:
+            return [in_memory_order(g, o) for g, o in zip(gradients, bucket.orders, strict=True)]
+        return gradients
 
-    def _agree_on_order(self) -> None:
+    def _move_into(self, bucket: Bucket, views: list[Tensor], gradients: list[Tensor]) -> bool:
+        """Makes gradients aliases of the bucket's memory; False when some must stay where they are."""
+        for index, parameter, view, gradient in zip(
+            bucket.indices, bucket.parameters, views, gradients, strict=True
+        ):
+            # Addresses, not identities: a cast of the module gives the same tensor other memory.
+            if gradient.data_ptr() == view.data_ptr():
+                continue
+            if index in self.stand_ins or parameter.grad is not gradient:
+                return False
+            view.copy_(gradient)
+            parameter.grad = view.detach()
+        return True
+
+    def _stand_in(self, bucket: Bucket, index: int, gradient: Tensor | None, has_come: bool) -> Tensor:
+        parameter, shape = self.parameters[index], self.plan.shapes[index]
+        keeps = False
+        if gradient is None:
+            problem = Problem.GONE if has_come or index in self._came else Problem.UNUSED
+        elif gradient.layout is torch.sparse_coo and gradient.dtype is bucket.dtype:
+            problem = Problem.SPARSE
+        elif gradient.dtype is not bucket.dtype or type(gradient) is not Tensor or gradient.shape != shape:
+            problem = Problem.RETYPED
+        else:
+            problem, keeps = Problem.UNUSED, True
+        self.problems[index] = problem
+        if keeps and gradient is not None:
+            stand_in = gradient.detach().clone()
+        elif parameter.dtype is bucket.dtype and parameter.shape == shape:
+            stand_in = torch.zeros_like(parameter, requires_grad=False)
+        else:
+            stand_in = torch.zeros(shape, dtype=bucket.dtype)
+        self.stand_ins[index] = stand_in
+        return stand_in
+
+    def _reshaped(self, bucket: Bucket, gradients: list[Tensor]) -> list[Tensor]:
+        """Somebody gave ``parameter.data`` another shape: stand-ins, and the structure has changed."""
+        self.whole |= Whole.CHANGED
+        return [
+            g if g.shape == self.plan.shapes[i] else self._stand_in(bucket, i, g, True)
+            for i, g in zip(bucket.indices, gradients, strict=True)
+        ]
+
+    @torch.no_grad()
+    def finish(self, whole: Whole = Whole.FINE) -> None:
+        """At the end of backward: everything is launched, waited for and agreed upon. Collective."""
+        self.times.gradients_ready()
+        started = time.perf_counter()
+        plan, came = self.plan, self.tally.came
+        self.n_launched_early = self._n_launched
+        try:
+            self._came = set(came)
+            known = self._came | self.new
+            self._note_late(came)
+            while self._n_launched < len(plan.buckets):
+                self._launch(known)
+            if plan.loose:
+                self._reduce_loose(known)
+            for bucket in plan.buckets:
+                bucket.wire.finish()
+            if not self.structure.is_current():
+                self.whole |= Whole.CHANGED
+            self.whole |= whole
+            n_problems = self.times.exchange(self.comm, len(self.problems) + int(self.whole))
+            self.was_irregular |= n_problems > 0
+            has_changed = n_problems > 0 and ddp_resolve.resolve(self)
+            if plan.is_learning and not has_changed:
+                self._learn(came)
+            self.new = set()
+            if self.after is not None:
+                self.after()
+        finally:
+            self._reset()
+            self.forced = False
+            self.pending = None
+            self.times.finished(time.perf_counter() - started)
+
+    def _reduce_loose(self, known: set[int]) -> None:
+        loose = sorted(self.plan.loose)
+        is_new = [i in known for i in loose]
+        reduce_loose(self.comm, self._loose_parameters(), is_new, self.weight)
+        for index, new in zip(loose, is_new, strict=True):
+            if not new:
+                self.problems[index] = Problem.UNUSED
+
+    def _loose_parameters(self) -> list[nn.Parameter]:
+        return [self.parameters[i] for i in sorted(self.plan.loose)]
+
+    def _note_late(self, came: list[int]) -> None:
+        """Gradients that came again after their bucket had been launched."""
+        plan = self.plan
+        late = {b for b in range(self.n_launched_early) if plan.left[b] < 0}
+        if not late or plan.is_learning:
+            return
+        times = [0] * plan.n
+        for index in came:
+            times[index] += 1
+            if plan.bucket_of[index] in late and times[index] > plan.times[index]:
+                self.problems[index] = Problem.LATE
+
+    def _learn(self, came: list[int]) -> None:
         """Builds the buckets again in the order in which rank 0's gradients came. Collective."""
-        came = [*self._arrivals, *(i for i in self._order if not self._came[i])]
-        order = torch.tensor(came, dtype=torch.int64)
-        self._comm.broadcast(order, src=0)
-        self._is_order_agreed = True
-        if order.tolist() != self._order:
-            self._order = order.tolist()
-            self._build_buckets()
+        plan = self.plan
+        times = [0] * plan.n
+        for index in came:
+            times[index] += 1
+        first = list(dict.fromkeys(came))
+        order = torch.tensor([*first, *(i for i in plan.order if not times[i])], dtype=torch.int64)
+        self.comm.broadcast(order, src=0)
+        if order.tolist() != plan.order:
+            plan.order = order.tolist()
+            self.rebuild()
+        plan.learn(times)
 
 
-def _hook(owner: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]:
+def _hook(
+    owner: weakref.ref[Reducer], tally: Tally, plan: Plan, index: int
+) -> Callable[[nn.Parameter], None]:
     """A hook that does not keep the reducer alive: the garbage collector cannot see through hooks."""
+    note, left, bucket_of = tally.came.append, plan.left, plan.bucket_of
 
-    def gradient_came(_: Tensor) -> None:
-        reducer = owner()
-        if reducer is not None:
-            reducer.gradient_came(index)
+    def gradient_came(_: nn.Parameter) -> None:
+        if not tally.mode:
+            reducer = owner()
+            if reducer is None:
+                return
+            reducer.begin()
+        note(index)
+        at = bucket_of[index]
+        left[at] -= 1
+        if not left[at]:
+            reducer = owner()
+            if reducer is not None:
+                reducer.bucket_complete()
 
     return gradient_came

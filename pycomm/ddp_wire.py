@@ -26,7 +26,8 @@ neighbours. bfloat16 has float32's range: only magnitudes above its largest, 3.3
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol
+from operator import is_
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -49,23 +50,55 @@ MAX_EXPONENT = 120
 class Wire(Protocol):
     """What a bucket needs to know of its wire."""
 
-    def start(self, gradients: list[Tensor], async_op: bool) -> None:
-        """Launches the reduction; with ``async_op`` on the communicator's progress thread."""
+    #: The algorithm that it always uses; None: the communicator chooses.
+    algorithm: str | None
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What elements of ``dtype`` travel as."""
+
+    def start(self, gradients: list[Tensor], weight: float | None, async_op: bool) -> None:
+        """Launches the reduction; with ``async_op`` on the communicator's progress thread.
+
+        Args:
+            gradients: one for each parameter of the bucket.
+            weight: this rank's share of the average, the same kind on all ranks; None: 1/size each.
+            async_op: may return before the reduction is done.
+        """
 
     def finish(self) -> None:
         """Returns when the gradients given to ``start`` hold the average."""
 
 
 class PlainWire:
-    """Gradients are averaged where they lie."""
+    """Gradients are averaged where they lie.
 
-    def __init__(self, comm: Communicator) -> None:
+    Args:
+        comm: whose ranks average.
+        buffer, views: where gradients live when they are views of memory in the arena: then the buffer is
+            reduced as one tensor, which copies nothing. Both None otherwise.
+    """
+
+    algorithm: str | None = None
+
+    def __init__(
+        self, comm: Communicator, buffer: Tensor | None = None, views: list[Tensor] | None = None
+    ) -> None:
         self._comm = comm
+        self._buffer = buffer
+        self._views = views
         self._work: Work | None = None
 
-    def start(self, gradients: list[Tensor], async_op: bool) -> None:
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Their own."""
+        return dtype
+
+    def start(self, gradients: list[Tensor], weight: float | None, async_op: bool) -> None:
         """One coalesced call; gradients have one dtype and any layout."""
-        work = self._comm.all_reduce(gradients, op="avg", async_op=async_op)
+        op: Any = "avg" if weight is None else ("premul_sum", weight)
+        whole = self._views is not None and all(map(is_, gradients, self._views))
+        # A list counts as the concatenation of its tensors, so ranks may differ in which they give.
+        tensors = self._buffer if whole else gradients
+        work = self._comm.all_reduce(tensors, op=op, async_op=async_op)
         self._work = work if async_op else None
 
     def finish(self) -> None:
@@ -78,21 +111,29 @@ class PlainWire:
 class HalfWire:
     """float32 gradients are averaged as float16 or bfloat16; the header has the error bound."""
 
+    algorithm: str | None = "direct"
+
     def __init__(self, comm: Communicator, compression: Compression, n_elems: int) -> None:
         self._comm = comm
         self._dtype = WIRE_DTYPES[compression]
         self._name = str(self._dtype).removeprefix("torch.")
         self._buffer = comm.empty((n_elems,), dtype=self._dtype)
         self._gradients: list[Tensor] = []
+        self._factor = 1.0
         self._work: Work | None = None
         self._is_started = False
         self._can_overflow = compression == "fp16" and n_elems > 0
         # None: not known yet. Equal on all ranks at all times.
         self._scale: float | None = None if self._can_overflow else 1.0
 
-    def start(self, gradients: list[Tensor], async_op: bool) -> None:
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """float16 or bfloat16."""
+        return self._dtype
+
+    def start(self, gradients: list[Tensor], weight: float | None, async_op: bool) -> None:
         """Packs and launches, unless the scale must be agreed first: that is left to ``finish``."""
         self._gradients = gradients
+        self._factor = 1.0 if weight is None else weight * self._comm.size
         self._is_started = self._scale is not None
         if self._scale is not None:
             self._pack_and_reduce(self._scale, async_op)
@@ -120,7 +161,7 @@ class HalfWire:
     def _pack_and_reduce(self, scale: float, async_op: bool) -> None:
         sources = [gradient.resolve_neg().contiguous() for gradient in self._gradients]
         blocks = [(source.data_ptr(), source.numel()) for source in sources]
-        _C.kernels.pack(self._name, self._buffer.data_ptr(), "float32", blocks, scale)
+        _C.kernels.pack(self._name, self._buffer.data_ptr(), "float32", blocks, scale * self._factor)
         # direct: every element is accumulated in float32 by its owner and rounded once
         work = self._comm.all_reduce(self._buffer, op="avg", async_op=async_op, algorithm="direct")
         self._work = work if async_op else None
@@ -132,6 +173,7 @@ class HalfWire:
             if gradient.numel() > 0:
                 finite = torch.nan_to_num(gradient, nan=0.0, posinf=0.0, neginf=0.0)
                 mine[0] = torch.maximum(mine[0], finite.abs().max())
+        mine *= self._factor
         self._comm.all_reduce(mine, op="max")
         return float(mine)
 

@@ -1,0 +1,197 @@
+"""The arguments of ``DistributedDataParallel``: what they mean, which are refused, whose ranks they name."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pycomm.communicator import Communicator
+from pycomm.ddp_plan import Overlap, Settings
+from pycomm.ddp_structure import is_refused
+from pycomm.ddp_wire import WIRE_DTYPES
+from pycomm.initialize import init
+
+__all__ = ["Arguments", "communicator_for", "first_fault", "group_for", "settings_from"]
+
+OVERLAP_VARIABLE = "PYCOMM_DDP_OVERLAP"
+DEFAULT_CAP_MB = 25.0
+FIRST_BUCKET_BYTES = 1 << 20
+_WHO = "DistributedDataParallel"
+_MIB = 1 << 20
+_REDUCE_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: None}
+
+
+@dataclass
+class Arguments:
+    """What the constructor was given and the wrapper does not keep as attributes of its own."""
+
+    bucket_cap_mb: float | None
+    bucket_cap_mb_list: list[float] | None
+    compression: Any
+    overlap: str
+    device_ids: Any
+    output_device: Any
+    delayed: list[tuple[str, nn.Parameter]]
+    param_to_hook_all_reduce: nn.Parameter | None
+    mixed_precision: Any
+    check_every: int
+
+
+def group_for(process_group: Any, device_mesh: Any, communicator: Any) -> Any:
+    """The torch group that the arguments name, or the default group, or None where torch has none.
+
+    Raises:
+        RuntimeError: two of the three are given, or the mesh has several dimensions.
+        TypeError: ``communicator`` is something else.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError(f"{_WHO}: cannot specify both process_group and device_mesh arguments.")
+    if communicator is not None:
+        if not isinstance(communicator, Communicator):
+            raise TypeError(
+                f"{_WHO}: communicator must be a Communicator or None, got {type(communicator).__name__}"
+            )
+        if process_group is not None or device_mesh is not None:
+            raise RuntimeError(f"{_WHO}: give either communicator or process_group (device_mesh), not both")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise RuntimeError(f"{_WHO}: only a 1D device mesh is supported, but got {device_mesh}.")
+        return device_mesh.get_group(mesh_dim=0)
+    if process_group is not None:
+        return process_group
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def communicator_for(group: Any) -> Communicator:
+    """A communicator of the group's ranks; without a group, of all ranks of the job."""
+    return init() if group is None else init(group=group)
+
+
+def first_fault(named: dict[str, nn.Parameter], given: Arguments) -> tuple[type[Exception], str] | None:
+    """What is wrong with this rank's arguments, and the exception to raise for it; None when all is well."""
+    if given.compression is not None and given.compression not in WIRE_DTYPES:
+        known = ", ".join(map(repr, WIRE_DTYPES))
+        return ValueError, f"compression must be one of {known} or None, got {given.compression!r}"
+    for name, caps in (
+        ("bucket_cap_mb", [given.bucket_cap_mb] if given.bucket_cap_mb is not None else []),
+        ("bucket_cap_mb_list", given.bucket_cap_mb_list or []),
+    ):
+        for cap in caps:
+            if not 0 < cap < math.inf:
+                return ValueError, f"{name} must be above 0 and finite, got {cap!r}"
+    if given.check_every < 0:
+        return ValueError, f"check_consistency_every must be at least 0, got {given.check_every!r}"
+    if given.overlap not in get_args(Overlap):
+        known = ", ".join(map(repr, get_args(Overlap)))
+        return ValueError, f"overlap (or {OVERLAP_VARIABLE}) must be one of {known}, got {given.overlap!r}"
+    if bool(given.delayed) != (given.param_to_hook_all_reduce is not None):
+        return (
+            ValueError,
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.",
+        )
+    if not any(parameter.requires_grad for parameter in named.values()):
+        return (
+            RuntimeError,
+            "not needed: no parameter of the module requires a gradient, so there is nothing to average",
+        )
+    if (refused := is_refused(named)) is not None:
+        return (RuntimeError if "no shape yet" in refused else ValueError), refused
+    if given.device_ids or given.output_device is not None:
+        return (
+            ValueError,
+            "device_ids and output_device must be None for a module on the CPU, got "
+            f"{given.device_ids!r} and {given.output_device!r}",
+        )
+    return _fault_of_precision(given)
+
+
+def _fault_of_precision(given: Arguments) -> tuple[type[Exception], str] | None:
+    config = given.mixed_precision
+    if config is None:
+        return None
+    if config.param_dtype is not None:
+        return (
+            ValueError,
+            f"mixed_precision with param_dtype={config.param_dtype} is not supported on the CPU (nor by "
+            "torch's own there): run the forward under torch.autocast('cpu', dtype=...), which keeps "
+            "full-precision parameters, and give compression= for gradients of 16 bits on the wire",
+        )
+    if config.reduce_dtype is not None and config.reduce_dtype not in _REDUCE_DTYPES:
+        return (
+            ValueError,
+            f"mixed_precision: reduce_dtype must be a floating dtype, got {config.reduce_dtype}",
+        )
+    if given.compression is not None and config.reduce_dtype is not None:
+        return ValueError, "give either compression or mixed_precision with a reduce_dtype, not both"
+    return None
+
+
+def settings_from(given: Arguments, may_be_unused: bool, as_view: bool) -> Settings:
+    """The reducer's settings; the arguments have no fault."""
+    cap = int((DEFAULT_CAP_MB if given.bucket_cap_mb is None else given.bucket_cap_mb) * _MIB)
+    compression = given.compression
+    if given.mixed_precision is not None and given.mixed_precision.reduce_dtype is not None:
+        compression = _REDUCE_DTYPES[given.mixed_precision.reduce_dtype]
+    return Settings(
+        first_cap=min(FIRST_BUCKET_BYTES, cap),
+        cap=cap,
+        caps=tuple(int(c * _MIB) for c in given.bucket_cap_mb_list or ()),
+        may_be_unused=may_be_unused,
+        compression=compression,
+        overlap=cast(Overlap, given.overlap),
+        as_view=as_view,
+    )
+
+
+def described(given: Arguments, **more: Any) -> str:
+    """A line that is equal on ranks that were given the same."""
+    fields: dict[str, Any] = {
+        "bucket_cap_mb": given.bucket_cap_mb,
+        "bucket_cap_mb_list": given.bucket_cap_mb_list,
+        **more,
+        "compression": given.compression,
+    }
+    return "arguments " + ", ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def synced_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+    """Whether buffers are given to all ranks at the start, and before forwards."""
+    if forward_sync_buffers is not None:
+        if broadcast_buffers is not None:
+            warnings.warn(
+                "both broadcast_buffers and forward_sync_buffers are given; broadcast_buffers is ignored",
+                FutureWarning,
+                stacklevel=3,
+            )
+        return True, bool(forward_sync_buffers)
+    both = True if broadcast_buffers is None else bool(broadcast_buffers)
+    return both, both
+
+
+def chosen_overlap(overlap: str | None, n_local_ranks: int) -> str:
+    """The argument, the environment, or what suits the machine's cores."""
+    return overlap or os.environ.get(OVERLAP_VARIABLE) or _default_overlap(n_local_ranks)
+
+
+def _default_overlap(n_local_ranks: int) -> Overlap:
+    """A thread that reduces beside backward pays only where it has a core to itself."""
+    return "async" if _usable_cores() >= 2 * n_local_ranks else "end"
+
+
+def _usable_cores() -> float:
+    """The cores that this process may use: its affinity, or the control group's quota where that is less."""
+    cores = float(len(os.sched_getaffinity(0)))
+    quota_file = Path("/sys/fs/cgroup/cpu.max")
+    if quota_file.is_file():
+        quota, _, period = quota_file.read_text().partition(" ")
+        if quota != "max":
+            cores = min(cores, int(quota) / int(period))
+    return cores

@@ -1,0 +1,161 @@
+"""Communication hooks: ``hook(state, bucket)`` takes a bucket of gradients, returns a Future of the result.
+
+A hook sees one flat buffer for each bucket, packed with this rank's gradients as they are, not divided by the
+number of ranks; what its Future holds becomes the gradients. torch's own hooks (allreduce, fp16 and bf16
+compression and their wrappers, PowerSGD, post-local SGD) run unchanged: they call torch.distributed, with the
+group that their state names.
+
+**One hook at a time.** The hook of a bucket is called when the Future of the bucket before is done. Some
+hooks (PowerSGD) launch collectives from callbacks and block in them; with several buckets under way these
+would take all threads of gloo and wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["GradBucket", "Hook", "HookWire"]
+
+Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
+
+
+class GradBucket:
+    """One bucket, as a hook sees it; the methods are those of ``torch.distributed.GradBucket``.
+
+    Example:
+        >>> import torch
+        >>> flat = torch.arange(3.0)
+        >>> bucket = GradBucket(0, True, flat, [flat[:1], flat[1:]], [])
+        >>> [g.tolist() for g in bucket.gradients()]
+        [[0.0], [1.0, 2.0]]
+    """
+
+    def __init__(
+        self,
+        index: int,
+        is_last: bool,
+        buffer: Tensor,
+        gradients: Sequence[Tensor],
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        self._index = index
+        self._is_last = is_last
+        self._buffer = buffer
+        self._gradients = list(gradients)
+        self._parameters = list(parameters)
+
+    def index(self) -> int:
+        """The bucket's number, from 0, in the order of reduction; it changes when buckets are rebuilt."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """True for the bucket that is reduced last in a backward."""
+        return self._is_last
+
+    def buffer(self) -> Tensor:
+        """The gradients as one flat tensor, undivided."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Puts ``buffer``, of the same number of elements, in the place of the flat tensor.
+
+        Raises:
+            ValueError: the number of elements differs.
+        """
+        if buffer.numel() != self._buffer.numel():
+            raise ValueError(
+                f"GradBucket.set_buffer: the bucket has {self._buffer.numel()} elements, got {buffer.numel()}"
+            )
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients one by one, views of the flat tensor, in the parameters' shapes."""
+        return self._gradients
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, in the order of :meth:`gradients`."""
+        return self._parameters
+
+
+class HookWire:
+    """Gives a bucket to a hook, and its result to the gradients.
+
+    Args:
+        bucket: its buffer and views are this wire's own memory.
+        hook, state: what the user registered.
+        size: the number of ranks, by which a share of a weighted average is multiplied.
+        before: the wire of the bucket before, whose Future is awaited first.
+    """
+
+    algorithm: str | None = "hook"
+
+    def __init__(
+        self, bucket: GradBucket, hook: Hook, state: Any, size: int, before: HookWire | None
+    ) -> None:
+        self._bucket = bucket
+        self._memory = bucket.buffer()
+        self._views = bucket.gradients()
+        self._hook = hook
+        self._state = state
+        self._size = size
+        self._before = before
+        self._future: torch.futures.Future[Any] | None = None
+        self._gradients: list[Tensor] = []
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What the hook is given; what it sends is its own business."""
+        return dtype
+
+    def start(self, gradients: list[Tensor], weight: float | None, async_op: bool) -> None:
+        """Packs, waits for the hook of the bucket before, and calls the hook."""
+        self._gradients = gradients
+        apart = [i for i, (g, view) in enumerate(zip(gradients, self._views, strict=True)) if g is not view]
+        if apart:
+            torch._foreach_copy_([self._views[i] for i in apart], [gradients[i] for i in apart])
+        if weight is not None:
+            self._memory.mul_(weight * self._size)
+        self._bucket.set_buffer(self._memory)
+        if self._before is not None:
+            self._before.settle()
+        future = self._hook(self._state, self._bucket)
+        if not hasattr(future, "wait"):
+            raise TypeError(
+                f"DistributedDataParallel: the communication hook {_name_of(self._hook)} must return a "
+                f"torch.futures.Future, got {type(future).__name__}"
+            )
+        self._future = future
+        if not async_op:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for the Future; its result is then in this wire's memory."""
+        future, self._future = self._future, None
+        if future is None:
+            return
+        result = future.wait()
+        if isinstance(result, (list, tuple)) and len(result) == 1:
+            result = result[0]
+        if not isinstance(result, Tensor) or result.numel() != self._memory.numel():
+            got = f"{result.numel()} elements" if isinstance(result, Tensor) else type(result).__name__
+            raise TypeError(
+                f"DistributedDataParallel: the Future of the communication hook {_name_of(self._hook)} must "
+                f"hold one tensor of the bucket's {self._memory.numel()} elements, got {got}"
+            )
+        if result.data_ptr() != self._memory.data_ptr() or result.dtype is not self._memory.dtype:
+            self._memory.copy_(result.detach().view(-1))
+
+    def finish(self) -> None:
+        """Waits, and gives the result to the gradients given to ``start``."""
+        self.settle()
+        if not all(map(is_, self._gradients, self._views)):
+            torch._foreach_copy_(self._gradients, self._views)
+        self._gradients = []
+
+
+def _name_of(hook: Hook) -> str:
+    return getattr(hook, "__name__", None) or repr(hook)

@@ -1,0 +1,228 @@
+"""The plan of one backward: which gradients form a bucket, in which order they are reduced, what is awaited.
+
+Words: a *bucket* is a list of parameters whose gradients are reduced by one call; the *order* is a
+permutation of the parameters in which their gradients are expected (first the reverse of their
+registration, then the order in which they came); a parameter is *loose* when its gradient is sparse on some
+rank: it is in no bucket, and pycomm/ddp_sparse.py reduces it at the end. ``left`` counts down, bucket by
+bucket, the gradients that are still to come in this backward; hooks hold these lists, so they are changed
+in place and never replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pycomm import _C
+from pycomm.communicator import Communicator
+from pycomm.ddp_agree import memory_order
+from pycomm.ddp_hooks import GradBucket, Hook, HookWire
+from pycomm.ddp_structure import Structure
+from pycomm.ddp_wire import Compression, HalfWire, PlainWire, Wire
+
+__all__ = ["Bucket", "Overlap", "Plan", "Settings", "assign", "build"]
+
+Overlap = Literal["async", "inline", "end"]
+
+NEVER = -1
+"""A count that no decrement brings to 0: the bucket is launched when backward is over."""
+
+
+@dataclass
+class Settings:
+    """How gradients are reduced; the words are those of ``DistributedDataParallel``."""
+
+    first_cap: int
+    cap: int
+    caps: tuple[int, ...]
+    may_be_unused: bool
+    compression: Compression | None
+    overlap: Overlap
+    as_view: bool
+    hook: Hook | None = None
+    hook_state: Any = None
+
+
+@dataclass
+class Bucket:
+    """Parameters that are reduced together, all of one dtype."""
+
+    indices: list[int]
+    parameters: list[nn.Parameter]
+    orders: list[tuple[int, ...] | None] | None
+    """Each parameter's memory order (pycomm/ddp_agree.py); None where all are contiguous."""
+    n_elems: int
+    dtype: torch.dtype
+    wire: Wire
+    views: list[Tensor] | None
+    """Where gradients live when they are views of the bucket's memory; else None."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of gradients, as they lie in the parameters' dtype."""
+        return sum(p.numel() * p.element_size() for p in self.parameters)
+
+
+def assign(
+    sizes: Sequence[int], kinds: Sequence[int], first_cap: int, cap: int, caps: Sequence[int] = ()
+) -> list[list[int]]:
+    """Buckets of places in the order given, in the order of reduction; all sizes are bytes.
+
+    Args:
+        sizes, kinds: of each parameter; a bucket has one kind (csrc/bucket/bucket.h has the rules).
+        first_cap, cap: of the first bucket of each kind, and of the others.
+        caps: when given, of the first, second, … bucket instead, whatever its kind; the last one repeats.
+
+    Example:
+        >>> assign([4, 4, 4], [0, 0, 0], 4, 8)
+        [[0], [1, 2]]
+        >>> assign([4, 4, 4], [0, 0, 0], 4, 8, caps=[8, 4])
+        [[0, 1], [2]]
+    """
+    if not caps:
+        return _C.bucket.assign(sizes, kinds, min(first_cap, cap), cap)
+    buckets: list[list[int]] = []
+    filled: list[int] = []
+    open_of_kind: dict[int, int] = {}
+    for place, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
+        at = open_of_kind.get(kind)
+        room = caps[min(at, len(caps) - 1)] if at is not None else 0
+        if at is None or (size > 0 and filled[at] > 0 and filled[at] + size > room):
+            at = open_of_kind[kind] = len(buckets)
+            buckets.append([])
+            filled.append(0)
+        buckets[at].append(place)
+        filled[at] += size
+    return sorted(buckets, key=lambda places: places[-1])
+
+
+class Plan:
+    """Buckets over the trained parameters of a structure, and the countdown of one backward.
+
+    Args:
+        parameters: the trained ones; only their shapes are kept.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.n = n = len(parameters)
+        self.shapes = [p.shape for p in parameters]
+        self.order = list(reversed(range(n)))
+        self.buckets: list[Bucket] = []
+        self.loose: set[int] = set()
+        self.bucket_of = [0] * n
+        self.left: list[int] = []
+        #: How often each gradient comes in one backward.
+        self.times = [1] * n
+        self._awaited: list[int] = []
+        self.is_learning = True
+
+    def take(self, buckets: list[Bucket]) -> None:
+        """Takes other buckets; gradients that are loose count into a last entry that never completes."""
+        self.buckets = buckets
+        for at, bucket in enumerate(buckets):
+            for index in bucket.indices:
+                self.bucket_of[index] = at
+        for index in self.loose:
+            self.bucket_of[index] = len(buckets)
+        self._count()
+
+    def _count(self) -> None:
+        if self.is_learning:
+            self._awaited = [NEVER] * (len(self.buckets) + 1)
+        else:
+            self._awaited = [sum(self.times[i] for i in b.indices) for b in self.buckets] + [NEVER]
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing has come."""
+        self.left[:] = self._awaited
+
+    def learn(self, times: Sequence[int]) -> None:
+        """From now on a bucket is complete when each gradient has come as often as it did (at least once).
+
+        A gradient comes more than once where a reentrant checkpoint runs a backward of its own.
+        """
+        self.times = [max(1, count) for count in times]
+        self.is_learning = False
+        self._count()
+
+    def forget(self) -> None:
+        """Buckets wait for the end of the next backward, which is learned from again."""
+        self.is_learning = True
+        self._count()
+
+
+def build(plan: Plan, comm: Communicator, structure: Structure, settings: Settings) -> None:
+    """Fills ``plan`` with buckets and their wires, from its order and its loose parameters."""
+    is_delayed = structure.is_delayed
+    order = [i for i in plan.order if i not in plan.loose]
+    order.sort(key=is_delayed.__getitem__)  # stable: the delayed ones last
+    kind_of: dict[tuple[torch.dtype, bool], int] = {}
+    kinds = []
+    sizes = []
+    for index in order:
+        parameter = structure.parameters[index]
+        kinds.append(kind_of.setdefault((parameter.dtype, is_delayed[index]), len(kind_of)))
+        sizes.append(parameter.numel() * parameter.element_size())
+    places = assign(sizes, kinds, settings.first_cap, settings.cap, settings.caps)
+    buckets: list[Bucket] = []
+    before: HookWire | None = None
+    for bucket in places:
+        indices = [order[at] for at in bucket]
+        parameters = [structure.parameters[i] for i in indices]
+        made = _make(comm, settings, indices, parameters, (len(buckets), len(places)), before)
+        before = made.wire if isinstance(made.wire, HookWire) else None
+        buckets.append(made)
+    plan.take(buckets)
+
+
+def _make(
+    comm: Communicator,
+    settings: Settings,
+    indices: list[int],
+    parameters: list[nn.Parameter],
+    number: tuple[int, int],
+    before: HookWire | None,
+) -> Bucket:
+    """One bucket; ``number`` is (its number, how many there are), ``before`` the hook's wire before it."""
+    n_elems, dtype = sum(p.numel() for p in parameters), parameters[0].dtype
+    buffer: Tensor | None = None
+    if settings.hook is not None:
+        buffer = torch.empty(n_elems, dtype=dtype)  # torch's own memory: some hooks resize it
+    elif settings.as_view:
+        buffer = comm.empty(n_elems, dtype=dtype)
+    is_view = settings.as_view and buffer is not None
+    views = None if buffer is None else views_of(buffer, parameters, in_memory_order=is_view)
+    orders = [memory_order(p) for p in parameters]
+    wire: Wire
+    if settings.hook is not None and buffer is not None and views is not None:
+        bucket = GradBucket(number[0], number[0] == number[1] - 1, buffer, views, parameters)
+        wire = HookWire(bucket, settings.hook, settings.hook_state, comm.size, before)
+        orders = []
+    elif settings.compression is not None and dtype == torch.float32:
+        wire = HalfWire(comm, settings.compression, n_elems)
+    else:
+        wire = PlainWire(comm, buffer, views)
+    views = views if is_view else None
+    is_reordered = any(order is not None for order in orders)
+    return Bucket(indices, parameters, orders if is_reordered else None, n_elems, dtype, wire, views)
+
+
+def views_of(buffer: Tensor, parameters: Sequence[Tensor], *, in_memory_order: bool) -> list[Tensor]:
+    """Pieces of ``buffer`` in the parameters' shapes; contiguous, or with their memory order."""
+    pieces = []
+    at = 0
+    for parameter in parameters:
+        order = memory_order(parameter) if in_memory_order else None
+        piece = buffer[at : at + parameter.numel()]
+        if order is None:
+            pieces.append(piece.view(parameter.shape))
+        else:
+            laid_out = piece.view([parameter.shape[d] for d in order])
+            pieces.append(laid_out.permute([order.index(d) for d in range(len(order))]))
+        at += parameter.numel()
+    return pieces

@@ -1,0 +1,182 @@
+"""Hooks on the outputs of a forward: they tell the reducer that a backward has begun, and through which one.
+
+A *sink* is such a hook. It runs before any parameter's gradient is there, on the thread of backward, within
+the outermost backward that passes through the wrapper. What it finds:
+
+* gradients will be accumulated into parameters (``backward()``): the reducer begins, as the forward was told;
+* gradients of parameters are asked for (``torch.autograd.grad``): they are averaged too, in ``_Capture``, for
+  what replicas would compute from local gradients would differ;
+* only other gradients are asked for (a penalty on the gradient of an input): nothing is to be averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+if TYPE_CHECKING:
+    from pycomm.ddp_reducer import Reducer
+
+__all__ = ["Forward", "Sinks", "defer", "tensors_in"]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What a forward was told, for the backward through it."""
+
+    is_synced: bool = True
+    weight: float | None = None
+    """This rank's share of the average; None: 1/size."""
+
+
+def tensors_in(thing: Any) -> Iterator[Tensor]:
+    """The tensors of a tensor, list, tuple, dict or dataclass, at any depth.
+
+    Example:
+        >>> import torch
+        >>> len(list(tensors_in({"a": [torch.ones(1), 2], "b": torch.ones(2)})))
+        2
+    """
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, (list, tuple, set)):
+        for part in thing:
+            yield from tensors_in(part)
+    elif isinstance(thing, dict):
+        for part in thing.values():
+            yield from tensors_in(part)
+    elif is_dataclass(thing) and not isinstance(thing, type):
+        for field in fields(thing):
+            yield from tensors_in(getattr(thing, field.name, None))
+
+
+class Sinks:
+    """Puts sinks on outputs, for one reducer."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+        self._first = 0  # the parameter that is asked about first: one that was reached the last time
+        self._capture: _Capture | None = None
+
+    def attach(self, output: Any, forward: Forward) -> None:
+        """Puts a sink on every tensor of ``output`` that has a graph; where none has, the reducer is told."""
+        sink = partial(self._sink, forward)
+        self._reducer.pending = forward
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                cast(Any, tensor).register_hook(sink)
+                self._reducer.pending = None
+
+    def _sink(self, forward: Forward, _: Tensor) -> None:
+        if self._reducer.tally.mode == 1:  # under way already; it looks at the weights
+            self._reducer.begin(forward)
+            return
+        if self._capture is not None:
+            if self._capture.is_of_this_backward():
+                return
+            self._capture.remove()  # its backward ended in an exception
+            self._capture = None
+        reached = self._what_is_reached()
+        if reached is True:
+            self._reducer.begin(forward)
+        elif reached is None and (forward.is_synced or self._reducer.forced):
+            self._capture = _Capture(self._reducer, forward.weight)
+
+    def _what_is_reached(self) -> bool | None:
+        """True: gradients of parameters are accumulated; None: they are asked for; False: neither."""
+        parameters = self._reducer.parameters
+        n = len(parameters)
+        for step in range(n):
+            at = (self._first + step) % n
+            try:
+                if torch._C._will_engine_execute_node(get_gradient_edge(parameters[at]).node):
+                    self._first = at
+                    return True
+            except RuntimeError as error:
+                if "autograd.grad()" not in str(error):
+                    raise
+                self._first = at
+                return None
+        return False
+
+
+class _Capture:
+    """Averages the gradients of parameters that one ``torch.autograd.grad`` returns."""
+
+    def __init__(self, reducer: Reducer, weight: float | None) -> None:
+        self._reducer = reducer
+        self._weight = weight
+        self._task = torch._C._current_graph_task_id()
+        self._captured: dict[int, Tensor] = {}
+        self._handles = [
+            cast(Any, parameter).register_hook(partial(self._take, index))
+            for index, parameter in enumerate(reducer.parameters)
+        ]
+        torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    def is_of_this_backward(self) -> bool:
+        """Whether the backward under way is the one that this belongs to."""
+        return bool(torch._C._current_graph_task_id() == self._task)
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _take(self, index: int, gradient: Tensor) -> Tensor:
+        # A copy of our own, which is changed when all are there; its graph (create_graph) is the gradient's.
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"DistributedDataParallel: the gradient of '{self._reducer.names[index]}' that autograd.grad "
+                "asks for is sparse and cannot be averaged; use backward(), or no_sync() for the local one"
+            )
+        self._captured[index] = gradient.clone()
+        return self._captured[index]
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        self.remove()
+        if not self._captured:
+            return
+        comm, parameters = self._reducer.comm, self._reducer.parameters
+        is_asked = torch.zeros(len(parameters), dtype=torch.uint8)
+        is_asked[list(self._captured)] = 1
+        comm.all_reduce(is_asked, op="max")
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for index in is_asked.nonzero().flatten().tolist():
+            gradient = self._captured.get(index)
+            mine = torch.zeros_like(parameters[index]) if gradient is None else gradient.detach()
+            by_dtype.setdefault(mine.dtype, []).append(mine)
+        op: Any = "avg" if self._weight is None else ("premul_sum", self._weight)
+        for gradients in by_dtype.values():
+            comm.all_reduce(gradients, op=op)
+        self._captured = {}
+
+
+def defer(end: Callable[[], None]) -> bool:
+    """Within another backward (a reentrant checkpoint), ``end`` is put off to that one's end.
+
+    autograd has no list of the backwards under way, but the node that runs this one is still being evaluated
+    when it ends; the nodes after that node belong to the outer backward, and the first to run queues ``end``.
+    """
+    node: Any = torch._C._current_autograd_node()
+    if node is None:
+        return False
+    handles: list[Any] = []
+
+    def queue(*_: Any) -> None:
+        if handles:
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+
+    handles.extend(following.register_prehook(queue) for following, _ in node.next_functions if following)
+    return bool(handles)

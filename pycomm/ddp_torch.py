@@ -1,0 +1,425 @@
+"""The names of torch's ``DistributedDataParallel`` that users and other libraries touch, with our meaning.
+
+Accelerate, Lightning, torch's DCP, pipelining and Dynamo test with ``isinstance`` for torch's class, read
+attributes, and call private methods (``reducer.prepare_for_backward``, ``_set_static_graph``, …). The class
+here is a subclass of torch's that never runs torch's constructor; what torch's methods would need (a C++
+reducer, a logger) does not exist, so each is overridden, or answers with what to do instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pycomm.communicator import Communicator
+from pycomm.ddp_agree import broadcast_tensors
+from pycomm.ddp_arguments import Arguments, communicator_for
+from pycomm.ddp_facts import Facts
+from pycomm.ddp_join import Joining
+from pycomm.ddp_reducer import Reducer
+from pycomm.ddp_sinks import Forward, Sinks
+from pycomm.ddp_wire import Compression
+
+__all__ = ["NotTraced", "ReducerNames", "TorchNames"]
+
+_WHO = "DistributedDataParallel"
+_OF_THIS_PROCESS = frozenset(
+    {"communicator", "process_group", "_reducer", "_sinks", "reducer", "device_mesh"}
+)
+
+
+class NotTraced:
+    """A method that Dynamo runs as it is, compiling only what it calls; usable as a decorator.
+
+    Dynamo must be told of each code object, and importing it takes a second. So this tells it when the
+    method is looked up and somebody else has imported Dynamo: ``torch.compile(ddp)`` does both before the
+    first call.
+    """
+
+    _waiting: ClassVar[list[Callable[..., Any]]] = []
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        cast(Any, function)._torchdynamo_disable = True
+        self._waiting.append(function)
+        functools.update_wrapper(cast(Any, self), function)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if self._waiting and "torch._dynamo" in sys.modules:
+            from torch._dynamo.decorators import skip
+
+            while self._waiting:
+                skip(self._waiting.pop())
+        return self._function if instance is None else MethodType(self._function, instance)
+
+
+class ReducerNames:
+    """What other libraries call on ``ddp.reducer``."""
+
+    def __init__(self, ddp: TorchNames) -> None:
+        self._ddp = ddp
+
+    def prepare_for_backward(self, outputs: list[Tensor]) -> None:
+        """The next backward is synchronised, also where its forwards ran within no_sync (pipelines)."""
+        if self._ddp._reducer is not None and self._ddp._sinks is not None:
+            self._ddp._reducer.forced = True
+            self._ddp._sinks.attach(outputs, Forward(True, self._ddp._share))
+
+    def prepare_for_forward(self) -> None:
+        """Nothing is to be prepared."""
+
+    def _rebuild_buckets(self) -> bool:
+        """False: buckets are rebuilt at the end of the first backward."""
+        return False
+
+    def _delay_all_reduce(self) -> None:
+        """Nothing is to be delayed."""
+
+    def _set_static_graph(self) -> None:
+        self._ddp._set_static_graph()
+
+    def _set_optimizer_in_backward(self) -> None:
+        self._ddp._take_over_optimizers()
+
+    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
+        """Join is told by the wrapper itself."""
+
+    def _remove_autograd_hooks(self) -> None:
+        self._ddp._remove_autograd_hooks()
+
+    def _check_reducer_finalized(self) -> None:
+        self._ddp._check_reducer_finalized()
+
+
+class TorchNames(Joining, Facts, nn.parallel.DistributedDataParallel):
+    """Attributes and methods under torch's names; the wrapper itself is in pycomm/ddp.py."""
+
+    communicator: Communicator
+    _reducer: Reducer | None
+    _sinks: Sinks | None
+    _given: Arguments
+    process_group: Any
+
+    def _start(self) -> None:
+        """Attributes that every wrapper has."""
+        #: False within ``no_sync``; decides about the backward through a forward.
+        self.require_backward_grad_sync = True
+        #: Whether the last forward lets the next one give buffers to all ranks.
+        self.require_forward_param_sync = True
+        self.device_type = "cpu"
+        self.device = torch.device("cpu")
+        self.device_ids = None
+        self.output_device = None
+        self.is_multi_device_module = False
+        self.logger = None
+        self.broadcast_bucket_size = 250 << 20
+        self.bucket_bytes_cap = int((self._given.bucket_cap_mb or 25) * (1 << 20))
+        self.bucket_bytes_cap_default = self._given.bucket_cap_mb is None
+        self.bucket_bytes_cap_list = [int(c * (1 << 20)) for c in self._given.bucket_cap_mb_list or ()]
+        self._use_python_reducer = False
+        self._lazy_init_ran = True
+        self._accum_grad_hooks: list[Any] = []
+        self._ddp_sink_clone = True
+        self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self._builtin_compression: Compression | None = None
+        self._share: float | None = None
+        self._divide_by_initial_world_size = True
+        self._n_active = self.communicator.size
+        self._n_forwards = 0
+        self._global_batch: float | None = None
+        self._must_set_up = False
+        self._reducer = None
+        self._sinks = None
+        self.reducer = cast(Any, ReducerNames(self))
+        self._assign_modules_buffers()
+
+    def _connect(self) -> None:
+        """After unpickling: the communicator is made by the first forward. Collective."""
+        self.process_group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        self.communicator = communicator_for(self.process_group)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        raise NotImplementedError  # in pycomm/ddp.py
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The old name of ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def _module_parameters(self) -> list[nn.Parameter]:  # type: ignore[override]
+        return [p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore]
+
+    @property
+    def _delay_all_reduce_params(self) -> list[nn.Parameter]:  # type: ignore[override]
+        return [parameter for _, parameter in self._given.delayed]
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
+        return self._reducer is not None and not self._reducer.plan.is_learning
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self.communicator.rank
+
+    @contextlib.contextmanager
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        """Dynamo asks torch's class which wrapper is active, and splits graphs at its buckets."""
+        torchs: Any = nn.parallel.DistributedDataParallel
+        before, torchs._active_ddp_module = torchs._active_ddp_module, self
+        try:
+            yield
+        finally:
+            torchs._active_ddp_module = before
+
+    # ---- buffers ----------------------------------------------------------------------------------------
+
+    def _assign_modules_buffers(self) -> None:
+        self.named_module_buffers = {
+            name: buffer
+            for name, buffer in self.module.named_buffers()
+            if name not in self.parameters_to_ignore
+        }
+        self.modules_buffers = list(self.named_module_buffers.values())
+
+    def _buffers_now(self) -> list[Tensor]:
+        """The buffers, looked up anew: users reassign them."""
+        self._assign_modules_buffers()
+        return self.modules_buffers
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward in training mode gives rank 0's buffers to all ranks."""
+        return bool(self.require_forward_param_sync and self.forward_sync_buffers and self.modules_buffers)
+
+    def _sync_before_forward(self) -> bool:
+        if not self.forward_sync_buffers or not self.training or not self.require_forward_param_sync:
+            return False
+        hook = self.__dict__.get("buffer_hook")
+        return hook is None or hook.buffer_comm_hook_location.name == "PRE_FORWARD"
+
+    def _sync_after_forward(self) -> bool:
+        hook = self.__dict__.get("buffer_hook")
+        is_after = hook is not None and hook.buffer_comm_hook_location.name == "POST_FORWARD"
+        return bool(
+            is_after and self.forward_sync_buffers and self.training and self.require_forward_param_sync
+        )
+
+    def _sync_buffers(self) -> None:
+        self._sync_module_buffers(self._authoritative())
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        buffers = self._buffers_now()
+        if not buffers:
+            return
+        hook = self.__dict__.get("buffer_hook")
+        if hook is not None:
+            futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
+            if futures is not None:
+                for future in futures if isinstance(futures, list) else [futures]:
+                    future.wait()
+        elif self.communicator.size > 1:
+            # BatchNorm's backward in training does not read its running statistics, though it saves them:
+            # two forwards before one backward are no mistake there.
+            batch_norm = nn.modules.batchnorm._NormBase
+            norms = (m for m in self.module.modules() if isinstance(m, batch_norm))
+            harmless = {id(buffer) for norm in norms for buffer in norm.buffers()}
+            broadcast_tensors(self.communicator, buffers, authoritative_rank, harmless)
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        broadcast_tensors(self.communicator, tensors, authoritative_rank)
+
+    # ---- hooks ------------------------------------------------------------------------------------------
+
+    def _refuse_second_hook(self) -> None:
+        if self._comm_hooks or self._builtin_compression is not None:
+            raise RuntimeError(
+                f"{_WHO}: register_comm_hook or register_builtin_comm_hook can only be called once."
+            )
+
+    def _check_comm_hook(self, hook: Any) -> None:
+        if not callable(hook):
+            raise TypeError("Communication hook must be callable.")
+        signature = inspect.signature(hook)
+        wanted: Any = getattr(dist, "GradBucket", None)
+        bucket = signature.parameters.get("bucket")
+        nothing = inspect.Parameter.empty
+        if bucket is not None and bucket.annotation not in (nothing, wanted, "dist.GradBucket"):
+            raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+        returned = signature.return_annotation
+        if returned not in (
+            inspect.Signature.empty,
+            torch.futures.Future[Tensor],
+            "torch.futures.Future[torch.Tensor]",
+        ):
+            raise ValueError(
+                "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
+            )
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """ALLREDUCE: what is done anyway. FP16_COMPRESS: ``compression="fp16"``."""
+        self._refuse_second_hook()
+        name = str(comm_hook_type).rpartition(".")[2]
+        if name not in ("ALLREDUCE", "FP16_COMPRESS"):
+            raise ValueError(f"{_WHO}: unknown built-in hook {comm_hook_type}")
+        if name == "FP16_COMPRESS":
+            self._builtin_compression = "fp16"
+        self._set_up()
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            return
+        self.static_graph = True
+        if self._reducer is not None:
+            self._reducer.settings.may_be_unused = True
+
+    def _remove_autograd_hooks(self) -> None:
+        """Gradients stay local from now on."""
+        if self._reducer is not None:
+            self._reducer.remove_hooks()
+            self._reducer = None
+            self._sinks = None
+
+    def _check_reducer_finalized(self) -> None:
+        """Raises when the last backward ended in an exception and the other ranks wait in theirs."""
+        if self._reducer is not None and self._reducer.tally.mode != 0:
+            raise RuntimeError(f"{_WHO}: the last backward did not end, so its gradients are not averaged")
+
+    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
+        """Sparse gradients are gathered by what they hold; nothing is to be told."""
+
+    def _take_over_optimizers(self) -> None:
+        """Optimizers that step in backward (apply_optimizer_in_backward) step when gradients are averaged."""
+        parameters = [p for p in self._module_parameters if hasattr(p, "_in_backward_optimizers")]
+        if not parameters or self._reducer is None:
+            return
+        from torch.distributed.optim import apply_optimizer_in_backward as module
+
+        handles: Any = module.param_to_optim_hook_handle_map
+        for parameter in parameters:
+            for handle in handles.get(parameter, []):
+                handle.remove()
+
+        def step() -> None:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    for optimizer in cast(Any, parameter)._in_backward_optimizers:
+                        optimizer.step()
+                    parameter.grad = None
+
+        self._reducer.after = step
+
+    def _lazy_init(self) -> None:
+        self._take_over_optimizers()
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """From now on these ranks are the replicas. Collective over the new group."""
+        self.process_group = new_process_group
+        if dist.get_rank(new_process_group) < 0:
+            return
+        self.communicator = communicator_for(new_process_group)
+        if self._reducer is not None:
+            self._reducer.remove_hooks()
+        self._set_up()
+
+    # ---- copies -----------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None and self.process_group != dist.group.WORLD:
+            raise RuntimeError(
+                f"{_WHO}: DDP Pickling/Unpickling are only supported when using DDP with the default process "
+                "group; pickle .module, or save the state_dict()"
+            )
+        return {k: v for k, v in self.__dict__.items() if k not in _OF_THIS_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        cast(Any, nn.Module).__setstate__(self, state)
+        self.reducer = cast(Any, ReducerNames(self))
+        self.process_group = None
+        self._reducer = None
+        self._sinks = None
+        self._must_set_up = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchNames:
+        """A wrapper of a copy of the module, on the same communicator, with its hooks. Not collective."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        for shared in (self.communicator, self.process_group):
+            memo[id(shared)] = shared
+        for _, state in self._comm_hooks:
+            if isinstance(state, (Communicator, dist.ProcessGroup)):  # not copied: it is a connection
+                memo[id(state)] = state
+        kept = {k: v for k, v in self.__dict__.items() if k not in _OF_THIS_PROCESS}
+        made.__dict__.update(copy.deepcopy(kept, memo))
+        made.communicator, made.process_group = self.communicator, self.process_group
+        made.reducer = cast(Any, ReducerNames(made))
+        made._reducer = None
+        made._sinks = None
+        if not self._must_set_up:
+            made._set_up()
+        return made
+
+    # ---- logging ----------------------------------------------------------------------------------------
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Facts under the names of torch's logger; times are nanoseconds. See also ``stats``."""
+        reducer = self._reducer
+        trained = [p for p in self._module_parameters if p.requires_grad]
+        times = reducer.times if reducer is not None else None
+        buckets = reducer.plan.buckets if reducer is not None else []
+        sizes = ", ".join(str(bucket.n_bytes) for bucket in buckets)
+        is_rebuilt = self._has_rebuilt_buckets
+        data: dict[str, Any] = {
+            "world_size": self.communicator.size,
+            "rank": self.communicator.rank,
+            "module_name": type(self.module).__name__,
+            "device_ids": "",
+            "output_device": -1,
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "backend_name": dist.get_backend(self.process_group) if self.process_group else "pycomm",
+            "iteration": times.n_steps if times is not None else 0,
+            "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
+            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in trained),
+            "num_parameter_tensors": len(trained),
+            "num_buckets_reduced": len(buckets),
+            "bucket_sizes": sizes,
+            "has_rebuilt_buckets": int(is_rebuilt),
+            "rebuilt_bucket_sizes": sizes if is_rebuilt else "",
+            "rebuilt_per_bucket_param_indices": ", ".join(" ".join(map(str, b.indices)) for b in buckets),
+            "can_set_static_graph": int(reducer is not None and not reducer.was_irregular),
+            "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules())),
+            "comm_hook": ", ".join(getattr(h, "__name__", repr(h)) for h, _ in self._comm_hooks),
+            "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
+        }
+        if times is not None:
+            data["avg_forward_compute_time"] = int(times.forward_s * 1e9)
+            data["avg_backward_compute_time"] = int(times.backward_s * 1e9)
+            data["avg_backward_comm_time"] = int(times.step_exposed_s * 1e9)
+        return data
