@@ -20,7 +20,6 @@ from __future__ import annotations
 import atexit
 import weakref
 import zlib
-from collections import deque
 from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
@@ -31,7 +30,7 @@ from pycomm import _C, _setup, ops, tuning
 from pycomm.errors import CommError
 from pycomm.point_to_point import PointToPoint
 from pycomm.staging import Staged, staged
-from pycomm.work import Work, _completer
+from pycomm.work import Keeper, Work, _completer
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
@@ -82,7 +81,7 @@ class Communicator(_C.FastCalls, PointToPoint):
     def __init__(self, core: _C.Communicator) -> None:
         self._c = core
         self._bind_core(core)
-        self._works: deque[Work] = deque()
+        self._works = Keeper()
         #: This process's number, in [0, size).
         self.rank: int = core.rank
         #: How many ranks there are.
@@ -135,7 +134,7 @@ class Communicator(_C.FastCalls, PointToPoint):
                 held.write_back()
             return result
         finish = held.write_back if held is not None else None
-        return self._keep(Work(done, (inputs, outputs, held), result, finish))
+        return self._works.add(Work(done, (inputs, outputs, held), result, finish))
 
     def _all_reduce(
         self,

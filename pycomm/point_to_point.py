@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import torch
@@ -10,21 +9,14 @@ import torch
 from pycomm import _C
 from pycomm.ops import positive_seconds
 from pycomm.staging import Staged, staged
-from pycomm.work import Work
+from pycomm.work import Keeper, Work
 
 
 class PointToPoint:
     """What a communicator offers between two ranks; tensors as for collectives, ``tag`` 32 bits."""
 
     _c: _C.Communicator
-    _works: deque[Work]
-
-    def _keep(self, work: Work) -> Work:
-        """The engine holds addresses only: a Work that its owner drops must live until it is done."""
-        while self._works and self._works[0].is_completed():
-            self._works.popleft()
-        self._works.append(work)
-        return work
+    _works: Keeper
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, timeout: float | None = None) -> None:
         """Sends to rank ``dst``; returns when the tensor may be changed. Independent of collectives."""
@@ -70,4 +62,4 @@ class PointToPoint:
             if finish is not None:
                 finish()
             return done
-        return self._keep(Work(done, (tensor, held), tensor, finish))
+        return self._works.add(Work(done, (tensor, held), tensor, finish))

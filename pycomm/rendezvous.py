@@ -148,7 +148,14 @@ def find(store: Any, group: Any, rank: int | None, size: int | None, timeout: fl
     if "RANK" in env and "WORLD_SIZE" in env:
         rank, size = _integer("RANK"), _integer("WORLD_SIZE")
         if "PYCOMM_RUN_DIR" in env:
-            return _check(Place(rank, size, f"{env['PYCOMM_RUN_DIR']}/pycomm-{next(_folders)}"))
+            restart = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+            name = f"pycomm-{restart}-{next(_folders)}" if restart != "0" else f"pycomm-{next(_folders)}"
+            place = _check(Place(rank, size, f"{env['PYCOMM_RUN_DIR']}/{name}"))
+            try:
+                os.makedirs(env["PYCOMM_RUN_DIR"], mode=0o700, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"PYCOMM_RUN_DIR cannot be made or used: {error}") from error
+            return place
         if _check(Place(rank, size, "")).size == 1:
             return Place(rank, size, "")
         if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:

@@ -15,6 +15,7 @@ import platform
 import statistics
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,7 @@ def load_or_measure(comm: Communicator) -> None:
     forced = os.environ.get("PYCOMM_ALGORITHM") or comm.deterministic  # would measure something else
     if comm.size == 1 or mode == "off" or forced:
         return
-    cached = _load(cache_file(comm.size)) if comm.rank == 0 else None
+    cached = _cached(comm) if comm.rank == 0 else None
     table = _share(comm, cached)
     if table is not None:
         apply(comm, table)
@@ -86,7 +87,7 @@ def inherit(parent: Communicator, child: Communicator) -> None:
         apply(child, read(parent))
         return
     off = os.environ.get("PYCOMM_TUNE", "auto") == "off"
-    table = _share(child, _load(cache_file(child.size)) if child.rank == 0 and not off else None)
+    table = _share(child, _cached(child) if child.rank == 0 and not off else None)
     if table is not None:
         apply(child, table)
 
@@ -187,6 +188,25 @@ def _row(row: list[Any]) -> Row:
     return (int(row[0]), str(row[1]), str(row[2]), int(row[3]))
 
 
+def _cached(comm: Communicator) -> Table | None:
+    """Rank 0's: the cached table for these ranks, when this version of pycomm can use it."""
+    path, before = cache_file(comm.size), read(comm)
+    table = _load(path)
+    if table is not None:
+        try:
+            apply(comm, table)
+        except ValueError as error:  # written by another version, or by hand
+            apply(comm, before)
+            _ignored(path, error)
+            return None
+    return table
+
+
+def _ignored(path: Path, error: Exception) -> None:
+    # A damaged cache costs a second of measuring, not a job.
+    warnings.warn(f"pycomm: ignoring the selection cache {path}: {error}", RuntimeWarning, stacklevel=2)
+
+
 def _load(path: Path) -> Table | None:
     try:
         content = json.loads(path.read_text())
@@ -196,8 +216,7 @@ def _load(path: Path) -> Table | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        # A damaged cache costs a second of measuring, not a job; say so once.
-        print(f"pycomm: ignoring the selection cache {path}: {error}", flush=True)
+        _ignored(path, error)
         return None
 
 
@@ -209,4 +228,6 @@ def _save(path: Path, table: Table) -> None:
             json.dump({"format": FORMAT, "table": table}, f, indent=1)
         os.replace(f.name, path)
     except OSError as error:
-        print(f"pycomm: the selection table was not cached in {path}: {error}", flush=True)
+        warnings.warn(
+            f"pycomm: the selection table was not cached in {path}: {error}", RuntimeWarning, stacklevel=2
+        )

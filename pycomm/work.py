@@ -56,6 +56,7 @@ class Work:
         return True
 
     def _complete(self) -> None:
+        """After success: brings a staged output to its tensor, once."""
         with self._lock:
             if self._finish is not None:
                 self._finish()
@@ -64,7 +65,11 @@ class Work:
 
     def is_completed(self) -> bool:
         """True when the call has ended, well or badly. Does not block."""
-        return self._work.done()
+        if not self._work.done():
+            return False
+        if self.exception() is None:
+            self._complete()  # what the caller reads next must be the result
+        return True
 
     def exception(self) -> BaseException | None:
         """The error with which the call ended, or None (also while it goes on)."""
@@ -136,3 +141,22 @@ class _Completer:
 
 
 _completer = _Completer()
+
+
+class Keeper:
+    """Keeps works alive until they are done: the engine holds addresses only, and owners may drop a work."""
+
+    def __init__(self) -> None:
+        self._works: list[Work] = []
+        self._lock = threading.Lock()
+        self._next_sweep = 0
+
+    def add(self, work: Work) -> Work:
+        """Returns ``work``. Lets go of finished ones, so that they do not hold their tensors."""
+        with self._lock:
+            if len(self._works) >= self._next_sweep:
+                self._works = [kept for kept in self._works if not kept.is_completed()]
+                # With many pending, a sweep costs as much as it can free.
+                self._next_sweep = len(self._works) * 2 if len(self._works) > 64 else 0
+            self._works.append(work)
+        return work

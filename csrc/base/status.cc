@@ -27,4 +27,11 @@ std::string format(const char* fmt, ...) {
   return out;
 }
 
+size_t utf8_prefix(const std::string& text, size_t limit) {
+  if (text.size() <= limit) return text.size();
+  size_t n = limit;
+  while (n > 0 && (static_cast<unsigned char>(text[n]) & 0xC0) == 0x80) n--;
+  return n;
+}
+
 }  // namespace pycomm

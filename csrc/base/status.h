@@ -57,6 +57,10 @@ class [[nodiscard]] Status {
 // printf-style message building; the result is never truncated.
 std::string format(const char* fmt, ...) __attribute__((format(printf, 1, 2)));
 
+// How many of the first `limit` bytes to keep so that no UTF-8 character is cut: users' words are in
+// messages.
+size_t utf8_prefix(const std::string& text, size_t limit);
+
 #define PYCOMM_RETURN_IF_ERROR(expr)   \
   do {                                 \
     ::pycomm::Status status_ = (expr); \

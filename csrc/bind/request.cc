@@ -56,7 +56,7 @@ Status check_sizes(const PyCommunicator& self, const Call& call, const std::vect
   const int rank = self.comm->rank();
   const bool root = rank == call.sig.root;
   const uint64_t all = call.sig.count;
-  const uint64_t mine = counts.empty() ? all : counts[static_cast<size_t>(rank)];
+  const uint64_t mine = counts.empty() ? all : counts[static_cast<size_t>(rank)];  // parted kinds
   const auto expect = [&](const char* what, const Buffer& b, uint64_t want) {
     if (b.n_elems() == want) return Status();
     return Status::error(
@@ -102,10 +102,26 @@ Status check_given(CallKind kind, bool root, bool has_in, bool has_out) {
                                            call_kind_name(kind), no_in ? "input" : "output"));
 }
 
+// Counts that no memory could hold add up to the largest number, which no tensor's size equals.
 uint64_t sum(const std::vector<uint64_t>& v) {
   uint64_t n = 0;
-  for (uint64_t x : v) n += x;
+  for (uint64_t x : v) {
+    if (__builtin_add_overflow(n, x, &n)) return ~uint64_t{0};
+  }
   return n;
+}
+
+// Options that the kind does not have are refused, not ignored.
+Status check_options(CallKind kind, const Options& o) {
+  const bool parted = kind == CallKind::kReduceScatter || kind == CallKind::kAllGather ||
+                      kind == CallKind::kGather || kind == CallKind::kScatter;
+  const bool all_to_all = kind == CallKind::kAllToAll;
+  const char* wrong = nullptr;
+  if (!o.counts.empty() && !parted) wrong = "counts";
+  if ((!o.send_counts.empty() || !o.recv_counts.empty()) && !all_to_all) wrong = "split sizes";
+  if (o.algorithm && (all_to_all || kind == CallKind::kBarrier)) wrong = "algorithm";
+  if (wrong == nullptr) return Status();
+  return Status::error(Code::kType, format("%s takes no %s", call_kind_name(kind), wrong));
 }
 
 }  // namespace
@@ -120,6 +136,7 @@ Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject*
   call.sig.root = o.root;
   call.scalar = o.scalar;
   const bool has_in = in != Py_None, has_out = out != Py_None;
+  PYCOMM_RETURN_IF_ERROR(check_options(kind, o));
   PYCOMM_RETURN_IF_ERROR(check_given(kind, self.comm->rank() == o.root, has_in, has_out));
   if (has_in) {
     const bool is_tensor = kind == CallKind::kAllReduce || kind == CallKind::kReduce ||

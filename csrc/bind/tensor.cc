@@ -15,7 +15,8 @@ PyObject* is_grad_enabled = nullptr;
 // Found once on the class: looking them up by name on every tensor costs as much as the calls.
 PyObject *is_neg = nullptr, *is_conj = nullptr;
 PyGetSetDef* requires_grad = nullptr;
-PyObject *str_is_contiguous, *str_data_ptr, *str_numel, *str_dtype, *str_device, *str_type;
+PyObject *str_is_contiguous, *str_untyped_storage, *str_nbytes, *str_data_ptr, *str_numel, *str_dtype,
+    *str_device, *str_type;
 
 // The answer of a Python call or attribute as a truth value; -1 with an error set.
 int truth(PyObject* result) {
@@ -211,12 +212,36 @@ void bind_tensor_setup(PyObject* tensor, PyObject* parameter, PyObject* exchange
   else if (attribute != nullptr)
     PyErr_SetString(PyExc_ImportError, "pycomm does not know this torch: Tensor.requires_grad is no getset");
   str_is_contiguous = PyUnicode_InternFromString("is_contiguous");
+  str_untyped_storage = PyUnicode_InternFromString("untyped_storage");
+  str_nbytes = PyUnicode_InternFromString("nbytes");
   str_data_ptr = PyUnicode_InternFromString("data_ptr");
   str_numel = PyUnicode_InternFromString("numel");
   str_dtype = PyUnicode_InternFromString("dtype");
   str_device = PyUnicode_InternFromString("device");
   str_type = PyUnicode_InternFromString("type");
 }
+
+namespace {
+// A storage may have been made smaller than its tensors (frameworks free memory so). Asking costs 0.5 us,
+// which smaller calls would feel.
+Status check_storage(PyObject* tensor, const char* what, const TensorView& view) {
+  const size_t n_bytes = view.n_elems * dtype_size(view.dtype);
+  if (n_bytes < (size_t{1} << 20)) return Status();
+  PyObject* storage = PyObject_CallMethodNoArgs(tensor, str_untyped_storage);
+  PyObject* begin = storage != nullptr ? PyObject_CallMethodNoArgs(storage, str_data_ptr) : nullptr;
+  PyObject* size = storage != nullptr ? PyObject_CallMethodNoArgs(storage, str_nbytes) : nullptr;
+  size_t have = 0;
+  if (begin != nullptr && size != nullptr)
+    have = PyLong_AsSize_t(begin) + PyLong_AsSize_t(size) - reinterpret_cast<uintptr_t>(view.data);
+  Py_XDECREF(storage);
+  Py_XDECREF(begin);
+  Py_XDECREF(size);
+  if (PyErr_Occurred() != nullptr) return python_error(what);
+  if (n_bytes <= have) return Status();
+  return Status::error(Code::kValue, format("%s has %zu bytes, its storage ends after %zu (was it resized?)",
+                                            what, n_bytes, have));
+}
+}  // namespace
 
 Status view_tensor(PyObject* tensor, const char* what, bool written, TensorView* view, Layout* layout) {
   if (tensor_type == nullptr) return Status::error(Code::kSystem, "import pycomm before using pycomm._C");
@@ -235,6 +260,7 @@ Status view_tensor(PyObject* tensor, const char* what, bool written, TensorView*
     }
     if (lazy < 0) return python_error(what);
     if (lazy > 0) *layout = Layout::kNeedsStaging;
+    PYCOMM_RETURN_IF_ERROR(check_storage(tensor, what, *view));
   }
   if (view->data == nullptr && view->n_elems > 0) {
     return Status::error(Code::kType, format("%s has no memory (a meta or fake tensor?)", what));

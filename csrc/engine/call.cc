@@ -21,7 +21,7 @@ const char* call_kind_name(CallKind kind) {
     case CallKind::kScatter: return "scatter";
     case CallKind::kAllToAll: return "all_to_all";
     case CallKind::kBarrier: return "barrier";
-    case CallKind::kRefused: return "refused";
+    case CallKind::kRefused: return "a refused call";
   }
   return "?";
 }
@@ -35,7 +35,8 @@ uint32_t hash_mix(uint64_t a, uint64_t b) {
 
 uint64_t Signature::packed() const {
   return static_cast<uint64_t>(kind) | static_cast<uint64_t>(op) << 8 | static_cast<uint64_t>(dtype) << 16 |
-         static_cast<uint64_t>(algorithm) << 24 | static_cast<uint64_t>(static_cast<uint32_t>(root)) << 32;
+         static_cast<uint64_t>(algorithm) << 24 | static_cast<uint64_t>(static_cast<uint32_t>(root)) << 32 |
+         static_cast<uint64_t>(deterministic) << 63;
 }
 
 Signature Signature::unpack(uint64_t packed, uint64_t count, uint32_t extra) {
@@ -44,7 +45,8 @@ Signature Signature::unpack(uint64_t packed, uint64_t count, uint32_t extra) {
   s.op = static_cast<ReduceOp>(packed >> 8 & 255);
   s.dtype = static_cast<DType>(packed >> 16 & 255);
   s.algorithm = static_cast<uint8_t>(packed >> 24 & 255);
-  s.root = static_cast<int32_t>(packed >> 32);
+  s.root = static_cast<int32_t>(packed >> 32 & 0x7fffffff);
+  s.deterministic = packed >> 63 != 0;
   s.count = count;
   s.extra = extra;
   return s;
@@ -68,6 +70,7 @@ std::string Signature::text() const {
   const bool rooted = kind == CallKind::kBroadcast || kind == CallKind::kReduce ||
                       kind == CallKind::kGather || kind == CallKind::kScatter;
   if (rooted) s += ", root " + std::to_string(root);
+  if (deterministic) s += ", deterministic";
   return s + format(", parameters %08x)", extra);
 }
 

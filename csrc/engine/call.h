@@ -36,8 +36,9 @@ struct Signature {
   DType dtype = DType::kUInt8;
   uint8_t algorithm = 0;  // index in the catalog, 255 where there is none
   int32_t root = 0;
+  bool deterministic = false;
   uint64_t count = 0;  // elements of the whole vector
-  uint32_t extra = 0;  // hash of per-rank counts, tile size and pipeline depth
+  uint32_t extra = 0;  // hash of per-rank counts, tile size and the arena's algorithm
 
   // Packed for the head of a call: all but count and extra.
   uint64_t packed() const;
@@ -81,7 +82,8 @@ struct Call {
   std::span<const uint64_t> send_counts, recv_counts;  // all_to_all
   size_t tile_bytes = 0;
   uint8_t direct_algorithm = 255;  // used when every rank's tensors are in the arena; sig.algorithm otherwise
-  int n_chunks = 0;                // pipeline depth, 0: the algorithm's default
+  bool in_float32 = false;         // the buffers hold float32 instead (engine/convert.h)
+  DType dtype() const { return in_float32 ? DType::kFloat32 : sig.dtype; }
 };
 
 }  // namespace pycomm

@@ -81,10 +81,9 @@ Status Communicator::prepare(Request* request, const char* algorithm) {
       }
     }
   }
+  sig.deterministic = request->deterministic;
   sig.extra = hash_mix(counts_hash, static_cast<uint64_t>(call.tile_bytes) << 20 ^
-                                        static_cast<uint64_t>(call.direct_algorithm) << 8 ^
-                                        static_cast<uint64_t>(call.n_chunks) << 40 ^
-                                        (request->deterministic ? 1 : 0));
+                                        static_cast<uint64_t>(call.direct_algorithm) << 8);
   return Status();
 }
 
@@ -242,7 +241,8 @@ void Communicator::abort(const std::string& why) {
 Status Communicator::close(CallerHooks* hooks) {
   if (closed_.exchange(true)) return Status();
   if (group_->node()->forked()) {
-    if (thread_.joinable()) thread_.detach();  // it does not exist in this process
+    // The thread does not exist in this process, and its handle may meanwhile be that of another one.
+    if (thread_.joinable()) static_cast<void>(new std::thread(std::move(thread_)));
     return Status();
   }
   Status s;

@@ -54,18 +54,16 @@ Status Converted::begin(Engine& engine, bool deterministic, Call* call) {
   out_.resize(call->out.n_elems() * sizeof(float));
   call_ = call;
   user_out_ = call->out;
-  user_dtype_ = dtype;
   call->in = Buffer(in_.data(), call->in.n_elems());
   call->out = Buffer(out_.data(), call->out.n_elems());
-  call->sig.dtype = DType::kFloat32;
-  float32_ = true;
+  call->in_float32 = true;
   return Status();
 }
 
 void Converted::end() {
-  if (!float32_) return;
-  for_each_piece(user_out_, dtype_size(user_dtype_), [&](std::byte* p, uint64_t at, uint64_t run) {
-    cast(user_dtype_, p, DType::kFloat32, out_.data() + at * sizeof(float), run, 1.0f);
+  if (call_ == nullptr) return;
+  for_each_piece(user_out_, dtype_size(call_->sig.dtype), [&](std::byte* p, uint64_t at, uint64_t run) {
+    cast(call_->sig.dtype, p, DType::kFloat32, out_.data() + at * sizeof(float), run, 1.0f);
   });
 }
 

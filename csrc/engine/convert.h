@@ -25,11 +25,9 @@ class Converted {
   void end();
 
  private:
-  Call* call_ = nullptr;
+  Call* call_ = nullptr;  // set when it runs in float32
   Buffer user_out_;
-  DType user_dtype_ = DType::kFloat32;
   std::vector<std::byte> in_, out_;
-  bool float32_ = false;
 };
 
 }  // namespace pycomm

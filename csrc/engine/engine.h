@@ -44,6 +44,7 @@ class Engine {
   friend struct Run;
 
   Status run_collective(Run& run);
+  void fail_group(const Run& run, const Status& s);
   Status run_all_to_all(Run& run);
   Status run_barrier(Run& run);
   Status offer_direct(Run& run, bool* direct);
@@ -79,9 +80,9 @@ class Engine {
   };
   std::array<Until, kSlots>
       slot_free_{};  // peers must have entered this position, which they show in that slot
-  using PlanKey = std::tuple<int, int, int, int>;  // algorithm, root, n_chunks, mode
+  using PlanKey = std::tuple<int, int, int>;  // algorithm, root, mode
   std::map<PlanKey, std::unique_ptr<Plan>> plans_;
-  PlanKey last_key_{-1, 0, 0, 0};
+  PlanKey last_key_{-1, 0, 0};
   const Plan* last_plan_ = nullptr;
   std::vector<std::byte> scratch_;
   std::vector<const void*> srcs_;

@@ -28,7 +28,8 @@ Group::Group(std::shared_ptr<Node> node, std::vector<int> node_ranks, int rank, 
       node_ranks_(std::move(node_ranks)),
       rank_(rank),
       timeout_s_(timeout_s),
-      policy_(WaitPolicy::choose(size())) {
+      policy_(WaitPolicy::choose(node_->size())) {  // all of them want the cores, whoever they talk to
+
   control_offset_ = controls[static_cast<size_t>(rank_)];
   for (int q = 0; q < size(); q++) {
     bases_.push_back(node_->base(node_ranks_[q]));
@@ -50,6 +51,7 @@ Group::~Group() {
 }
 
 void Group::leave() {
+  if (node_->forked()) return;  // the block is the parent's
   uint64_t active = static_cast<uint64_t>(RankState::kActive);
   own().state.word.compare_exchange_strong(active, static_cast<uint64_t>(RankState::kLeft));
 }
@@ -58,11 +60,14 @@ void Group::fail(const Status& status) {
   std::lock_guard lock(failure_mutex_);
   if (!failure_.ok()) return;
   failure_ = status.clone();
+  failed_.store(true, std::memory_order_release);
+  if (node_->forked()) return;
   const std::string& text = status.message();
   own().failure[0] = static_cast<char>(status.code());
-  std::strncpy(own().failure + 1, text.c_str(), sizeof(own().failure) - 2);
+  const size_t n = utf8_prefix(text, sizeof(own().failure) - 2);
+  std::memcpy(own().failure + 1, text.data(), n);
+  own().failure[1 + n] = 0;
   own().state.word.store(static_cast<uint64_t>(RankState::kFailed), std::memory_order_release);
-  failed_.store(true, std::memory_order_release);
 }
 
 void Group::abort(const std::string& why) { fail(Status::error(Code::kClosed, why)); }
@@ -129,7 +134,7 @@ std::string Group::last_call(int q) const {
 
 void Waiting::before_block() {
   if (hooks_ != nullptr) hooks_->before_block();
-  if (started_s_ == 0) started_s_ = monotonic_s();
+  started_s_ = monotonic_s();
 }
 
 std::string Waiting::here() const {

@@ -86,7 +86,7 @@ class Group {
   Status failure_;
 };
 
-// A call that may have to wait: the deadline (from the first time it blocks), and all that ends a wait early.
+// A call that may have to wait: the deadline of each wait, and all that ends one early.
 class Waiting final : public WaitClient {
  public:
   // How far the call is, for errors; n_rounds 0: not known.

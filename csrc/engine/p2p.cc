@@ -13,6 +13,10 @@ PointToPoint::PointToPoint(Group& group)
 PointToPoint::~PointToPoint() { stop(); }
 
 void PointToPoint::stop() {
+  if (group_.node()->forked()) {  // the thread and whoever holds the mutex are the parent's
+    if (thread_.joinable()) static_cast<void>(new std::thread(std::move(thread_)));
+    return;
+  }
   std::thread thread;  // close and abort may come from two threads at once: one of them joins
   {
     std::lock_guard lock(mutex_);
@@ -198,8 +202,7 @@ Status PointToPoint::find_hopeless() const {
     return group_.trouble(peer, here, "");
   };
   for (int q = 0; q < group_.size(); q++) {
-    if (outbound_[q].empty()) continue;
-    PYCOMM_RETURN_IF_ERROR(look(q, outbound_[q].front().deadline_s, "send", outbound_[q].front().tag));
+    for (const Message& m : outbound_[q]) PYCOMM_RETURN_IF_ERROR(look(q, m.deadline_s, "send", m.tag));
   }
   return mailbox_.for_each_pending(
       [&](const Posted& p, int from) { return look(from, p.deadline_s, "recv", p.tag); });

@@ -75,7 +75,7 @@ Status Engine::run_direct(Run& run) {
 }
 
 Status Engine::plan_for(const Call& call, uint8_t algorithm, PlanMode mode, const Plan** out) {
-  const PlanKey key{algorithm, call.sig.root, call.n_chunks, static_cast<int>(mode)};
+  const PlanKey key{algorithm, call.sig.root, static_cast<int>(mode)};
   // The same call as last time is the rule, and small calls feel the look-up.
   if (key == last_key_) [[likely]] {
     *out = last_plan_;
@@ -83,8 +83,7 @@ Status Engine::plan_for(const Call& call, uint8_t algorithm, PlanMode mode, cons
   }
   auto& slot = plans_[key];
   if (slot == nullptr) {
-    PYCOMM_RETURN_IF_ERROR(
-        make_plan(catalog()[algorithm], rank_, n_, call.sig.root, call.n_chunks, mode, &slot));
+    PYCOMM_RETURN_IF_ERROR(make_plan(catalog()[algorithm], rank_, n_, call.sig.root, 0, mode, &slot));
   }
   last_key_ = key;
   *out = last_plan_ = slot.get();
@@ -157,8 +156,8 @@ Status Engine::run_collective(Run& run) {
   const ReduceOp op = call.sig.op == ReduceOp::kPremulSum ? ReduceOp::kSum : call.sig.op;
   if (call.sig.kind == CallKind::kAllReduce || call.sig.kind == CallKind::kReduce ||
       call.sig.kind == CallKind::kReduceScatter) {
-    run.reduce = find_reduce(call.sig.dtype, op == ReduceOp::kAvg ? ReduceOp::kSum : op);
-    if (op == ReduceOp::kAvg && n_ > 1) run.complete = find_reduce(call.sig.dtype, ReduceOp::kAvg);
+    run.reduce = find_reduce(call.dtype(), op == ReduceOp::kAvg ? ReduceOp::kSum : op);
+    if (op == ReduceOp::kAvg && n_ > 1) run.complete = find_reduce(call.dtype(), ReduceOp::kAvg);
   }
   if (plan.one_shot && call.sig.count * run.elem_size <= kEagerBytes && call.in.single() &&
       call.out.single()) {
@@ -227,11 +226,15 @@ Status Engine::run(const Call& call, CallerHooks* hooks, double timeout_s) {
   }
   // A stopped peer that wakes up later finishes the instruction it was in, and may write where we offered.
   for (const Buffer* b : {&call.in, &call.out}) group_.node()->arena()->quarantine(b->data());
-  const bool interrupted = s.code() == Code::kInterrupt;
-  group_.fail(interrupted ? Status::error(Code::kClosed, format("%s #%u was interrupted (Ctrl-C)",
-                                                                call_kind_name(call.sig.kind), call_))
-                          : s.clone());
+  fail_group(run, s);
   return s;
+}
+
+// What peers and later calls will see; our Ctrl-C is not theirs.
+void Engine::fail_group(const Run& run, const Status& s) {
+  group_.fail(s.code() == Code::kInterrupt
+                  ? Status::error(Code::kClosed, run.waiting.here() + " was interrupted (Ctrl-C)")
+                  : s.clone());
 }
 
 Status Engine::refuse(const std::string& why, CallerHooks* hooks, double timeout_s) {
@@ -242,12 +245,12 @@ Status Engine::refuse(const std::string& why, CallerHooks* hooks, double timeout
   Run run(call, group_, hooks, timeout_s, call_, 1);
   Status s = free_slot(run, 0);
   if (!s.ok()) {
-    group_.fail(s);
+    fail_group(run, s);
     return s;
   }
   hold_slot(0, kRefusedPositions, kRefusedPositions - 1);
   char* text = reinterpret_cast<char*>(group_.own().slots[slot_of(0)].stage);
-  const size_t n = std::min<size_t>(why.size(), 1000);
+  const size_t n = utf8_prefix(why, 1000);
   std::memcpy(text, why.data(), n);
   text[n] = 0;
   post_head(run, 0);

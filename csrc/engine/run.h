@@ -73,7 +73,7 @@ struct Engine::Run {
       : call(c),
         waiting(group, hooks, timeout_s, call_kind_name(c.sig.kind),
                 c.sig.algorithm < catalog().size() ? catalog()[c.sig.algorithm].name : nullptr, number),
-        elem_size(dtype_size(c.sig.dtype)),
+        elem_size(dtype_size(c.dtype())),
         hash(c.sig.hash()),
         parts(c.sig.count, n_parts, elem_size, c.counts) {}
 

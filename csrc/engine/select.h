@@ -2,7 +2,7 @@
 //
 // An entry holds for calls of at most `max_bytes`. Two algorithms are named: one for ordinary tensors (and
 // any mix), and one for when all tensors lie in the arena. Tables come from the built-in defaults, from
-// measurement (engine/tune, rank 0's decision), or from the user (algorithm=, PYCOMM_ALGORITHM).
+// measurement (pycomm/tuning.py, rank 0's decision), or from the user (algorithm=, PYCOMM_ALGORITHM).
 #pragma once
 
 #include <cstdint>

@@ -30,19 +30,36 @@ bool readable(int fd, int timeout_ms) {
 }
 }  // namespace
 
+namespace {
+// Whether nobody listens at `path` although it exists: what a killed process leaves. A live one listens right
+// after it has bound.
+bool is_left_over(const sockaddr_un& addr) {
+  for (int i = 0; i < 20; i++) {
+    const int s = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    if (s < 0) return false;
+    const bool refused =
+        connect(s, reinterpret_cast<const sockaddr*>(&addr), sizeof addr) != 0 && errno == ECONNREFUSED;
+    ::close(s);
+    if (!refused) return false;
+    usleep(10'000);
+  }
+  return true;
+}
+}  // namespace
+
 Status unix_listen(const std::string& path, int backlog, int* fd) {
   sockaddr_un addr;
   PYCOMM_RETURN_IF_ERROR(address_of(path, &addr));
   *fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
   if (*fd < 0) return Status::from_errno("socket", errno);
-  if (bind(*fd, reinterpret_cast<sockaddr*>(&addr), sizeof addr) != 0) {
+  const auto bound = [&] { return bind(*fd, reinterpret_cast<sockaddr*>(&addr), sizeof addr) == 0; };
+  if (!bound() && !(errno == EADDRINUSE && is_left_over(addr) && unlink(path.c_str()) == 0 && bound())) {
     const int err = errno;
     ::close(*fd);
     if (err == EADDRINUSE) {
-      return Status::error(Code::kSystem,
-                           path +
-                               " exists already: two processes have the same rank, or an earlier job left it "
-                               "in the run folder (remove the folder)");
+      return Status::error(Code::kSystem, path +
+                                              " is in use: two processes have the same rank, or two jobs "
+                                              "the same run folder");
     }
     return Status::from_errno("bind " + path, err);
   }

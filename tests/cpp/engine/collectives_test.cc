@@ -21,7 +21,6 @@ struct Case {
   bool in_place;
   Memory memory;
   size_t tile_bytes;  // 0: the communicator's choice
-  int n_chunks = 0;
   ReduceOp op = ReduceOp::kSum;
 };
 
@@ -104,7 +103,6 @@ void run_case(TestRank& self, const Algorithm& a, const Case& c) {
   if (parted(a.collective)) request.counts = counts;
   if (in.has) request.call.in = Buffer(in_data, in.len);
   if (out.has) request.call.out = Buffer(out_data, out.len);
-  request.call.n_chunks = c.n_chunks;
   PYCOMM_ASSERT_OK(self.comm->prepare(&request, a.name));
   if (c.tile_bytes > 0) request.call.tile_bytes = c.tile_bytes;
   PYCOMM_ASSERT_OK(self.comm->run(request, nullptr));
@@ -135,9 +133,9 @@ void run_case(TestRank& self, const Algorithm& a, const Case& c) {
 }
 
 std::string describe(const Case& c) {
-  return format("count %llu, in place %d, memory %d, tile %zu, n_chunks %d, op %s",
+  return format("count %llu, in place %d, memory %d, tile %zu, op %s",
                 static_cast<unsigned long long>(c.count), c.in_place, static_cast<int>(c.memory),
-                c.tile_bytes, c.n_chunks, reduce_op_name(c.op));
+                c.tile_bytes, reduce_op_name(c.op));
 }
 
 template <class T>
@@ -180,8 +178,6 @@ TEST_P(EveryAlgorithm, OfManyTiles) {
   }
   cases.push_back({5003, false, Memory::kOrdinary, 512});
   cases.push_back({5003, true, Memory::kOrdinary, 4096});
-  cases.push_back({5003, true, Memory::kArena, 4096, 3});
-  cases.push_back({5003, true, Memory::kOrdinary, 4096, 3});
   run_cases<float>(n(), algorithm(), cases);
 }
 
