@@ -10,10 +10,10 @@ for).
 from __future__ import annotations
 
 import contextlib
-import math
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,14 +33,16 @@ from pycomm.ddp_arguments import (
 )
 from pycomm.ddp_plan import Overlap
 from pycomm.ddp_reducer import Reducer
-from pycomm.ddp_sinks import Forward, Sinks
+from pycomm.ddp_sinks import Sinks
 from pycomm.ddp_structure import Structure
+from pycomm.ddp_sync_batch_norm import adopt_sync_batch_norms, has_sync_batch_norm
 from pycomm.ddp_torch import NotTraced, TorchNames
 from pycomm.ddp_wire import Compression
 
 __all__ = ["DistributedDataParallel"]
 
 _WHO = "DistributedDataParallel"
+_T = TypeVar("_T")
 
 
 class DistributedDataParallel(TorchNames):
@@ -194,6 +196,8 @@ class DistributedDataParallel(TorchNames):
             broadcast_tensors(
                 self.communicator, [*tensors, *(self._buffers_now() if init_sync_buffers else ())]
             )
+        if has_sync_batch_norm(module) and self.communicator.size > 1:
+            self._norms_communicator = self.communicator.split(0)
         self._set_up()
 
     # ---- the start --------------------------------------------------------------------------------------
@@ -229,6 +233,8 @@ class DistributedDataParallel(TorchNames):
         self._must_set_up = False
         self._sinks: Sinks | None = None
         self._reducer: Reducer | None = None
+        if self._norms_communicator is not None:
+            adopt_sync_batch_norms(self.module, self._norms_communicator)
         if self.communicator.size == 1 and not self._comm_hooks:
             return
         may_be_unused = self.find_unused_parameters or self.static_graph or self.skip_all_reduce_unused_params
@@ -237,13 +243,11 @@ class DistributedDataParallel(TorchNames):
             settings.hook, settings.hook_state = hook, state
         if self._builtin_compression is not None:
             settings.compression = self._builtin_compression
-        self._reducer = Reducer(self.communicator, self._look, settings, self._told)
+        # Weakly: a wrapper that is dropped must go at once, and its hooks with it.
+        look, told = weakref.WeakMethod(self._look), weakref.WeakMethod(self._told)
+        self._reducer = Reducer(self.communicator, _call(look), settings, _call(told))
         self._sinks = Sinks(self._reducer)
-        self._take_over_optimizers()
-
-    def _told(self) -> Forward:
-        share = self._share if self._share is not None else self._share_of_active()
-        return Forward(self.require_backward_grad_sync, share)
+        self._lazy_init_ran = False
 
     # ---- forward ----------------------------------------------------------------------------------------
 
@@ -265,13 +269,16 @@ class DistributedDataParallel(TorchNames):
         with self._inside_ddp_forward():
             output = self.module(*inputs, **kwargs)
         if self._reducer is not None:
-            self._reducer.times.forward_s = time.perf_counter() - started
+            times = self._reducer.times
+            times.forward_began_s, times.forward_s = started, time.perf_counter() - started
         return self._post_forward(output)
 
     @NotTraced
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inputs, kwargs
+        if not self._lazy_init_ran:
+            self._lazy_init()
         if self._reducer is not None:
             self._reducer.close_broken_backward()
         if self._join_config.enable:
@@ -313,48 +320,6 @@ class DistributedDataParallel(TorchNames):
             yield
         finally:
             self.require_backward_grad_sync = before
-
-    @contextlib.contextmanager
-    def weighted(self, n: float) -> Iterator[None]:
-        """Backward through forwards within it weighs this rank's gradients by ``n`` of all ranks' n.
-
-        With a loss that is the mean over ``n`` tokens or samples on each rank, the average is the gradient of
-        the mean over all of them: that of the concatenated batch, however uneven. One exchange of 8 bytes.
-
-        Args:
-            n: this rank's number, at least 0; not 0 on all ranks.
-
-        Raises:
-            ValueError: on every rank, when a rank's number is negative or not finite, or all are 0.
-
-        Example:
-            >>> with model.weighted(4):
-            ...     model(torch.ones(4, 8)).mean().backward()
-        """
-        before, self._share = self._share, self._share_of(n)
-        try:
-            yield
-        finally:
-            self._share = before
-
-    def _share_of(self, n: float) -> float | None:
-        if self._join_config.enable:
-            raise RuntimeError(
-                f"{_WHO}.weighted: joined ranks give no number; see join's divide_by_initial_world_size"
-            )
-        is_valid = 0 <= n < math.inf
-        everyone = torch.empty(self.communicator.size, dtype=torch.float64)
-        mine = torch.tensor([float(n) if is_valid else math.nan], dtype=torch.float64)
-        self.communicator.all_gather(everyone, mine)
-        if bool(everyone.isnan().any()):
-            rank = int(everyone.isnan().nonzero()[0])
-            given = f", got {n!r}" if rank == self.communicator.rank else ""
-            raise ValueError(f"{_WHO}.weighted: the number of rank {rank} must be finite and >= 0{given}")
-        total = float(everyone.sum())
-        if total == 0:
-            raise ValueError(f"{_WHO}.weighted: the numbers of all ranks are 0")
-        self._global_batch = total
-        return None if self.communicator.size == 1 else float(n) / total
 
     def finalize_backward(self) -> None:
         """Averages what ``p.grad`` holds now, outside of any backward. Collective.
@@ -398,3 +363,14 @@ class DistributedDataParallel(TorchNames):
         self._refuse_second_hook()
         self._comm_hooks.append((hook, state))
         self._set_up()
+
+
+def _call(method: weakref.WeakMethod[Callable[[], _T]]) -> Callable[[], _T]:
+    """The method of a wrapper that is alive while it is called."""
+
+    def call() -> _T:
+        alive = method()
+        assert alive is not None
+        return alive()
+
+    return call

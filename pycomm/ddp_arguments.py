@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import warnings
@@ -12,6 +13,7 @@ from typing import Any, cast, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as Torchs
 
 from pycomm.communicator import Communicator
 from pycomm.ddp_plan import Overlap, Settings
@@ -53,7 +55,7 @@ def group_for(process_group: Any, device_mesh: Any, communicator: Any) -> Any:
         TypeError: ``communicator`` is something else.
     """
     if process_group is not None and device_mesh is not None:
-        raise RuntimeError(f"{_WHO}: cannot specify both process_group and device_mesh arguments.")
+        raise RuntimeError(f"{_WHO}: Cannot specify both process_group and device_mesh arguments.")
     if communicator is not None:
         if not isinstance(communicator, Communicator):
             raise TypeError(
@@ -63,7 +65,7 @@ def group_for(process_group: Any, device_mesh: Any, communicator: Any) -> Any:
             raise RuntimeError(f"{_WHO}: give either communicator or process_group (device_mesh), not both")
     if device_mesh is not None:
         if device_mesh.ndim != 1:
-            raise RuntimeError(f"{_WHO}: only a 1D device mesh is supported, but got {device_mesh}.")
+            raise RuntimeError(f"{_WHO}: Only 1D device mesh is supported, but got {device_mesh}.")
         return device_mesh.get_group(mesh_dim=0)
     if process_group is not None:
         return process_group
@@ -172,8 +174,18 @@ def synced_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | 
                 stacklevel=3,
             )
         return True, bool(forward_sync_buffers)
+    if broadcast_buffers is not None and _torch_deprecates_it():
+        warnings.warn(
+            "broadcast_buffers is deprecated by torch: use forward_sync_buffers (the start is always synced)",
+            FutureWarning,
+            stacklevel=3,
+        )
     both = True if broadcast_buffers is None else bool(broadcast_buffers)
     return both, both
+
+
+def _torch_deprecates_it() -> bool:
+    return "forward_sync_buffers" in inspect.signature(Torchs.__init__).parameters
 
 
 def chosen_overlap(overlap: str | None, n_local_ranks: int) -> str:

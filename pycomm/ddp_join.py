@@ -7,7 +7,8 @@ others three things, in this order, and a *joined* rank's hook answers each of t
 2. where buffers are synchronised: which active rank's count, for rank 0's may be stale;
 3. whether the backward will be synchronised, and how many ranks are active.
 
-A joined rank then contributes zeros to every bucket. When all have joined, all get the parameters and buffers
+A joined rank then contributes zeros to every bucket, and has the averages until all have joined (an optimizer
+that is sharded over the ranks steps there, too). When all have joined, all get the parameters and buffers
 of the last one that did. Collectives of the module itself are not shadowed.
 """
 
@@ -64,12 +65,16 @@ class _Shadow(JoinHook):
 
     def __init__(self, ddp: TorchNames, divide_by_initial_world_size: bool) -> None:
         self._ddp = ddp
+        self._own: list[tuple[Any, Any]] | None = None  # parameters and the gradients they had when joining
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
+        ddp._has_joined = True
 
     def main_hook(self) -> None:
         ddp: Any = self._ddp
         if ddp._sync_before_forward():
             ddp._sync_module_buffers(_common_rank(ddp.communicator, False))
+        if self._own is None:
+            self._own = [(p, p.grad) for p in ddp._look().parameters]
         n_synced, n_active = _sum(ddp.communicator, 0, 0)
         ddp.require_forward_param_sync = n_synced > 0
         if n_synced > 0 and ddp._reducer is not None:
@@ -77,7 +82,9 @@ class _Shadow(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         ddp: Any = self._ddp
-        last = _common_rank(ddp.communicator, is_last_joiner)
+        for parameter, gradient in self._own or ():
+            parameter.grad = gradient
+        last = ddp._authoritative_rank = _common_rank(ddp.communicator, is_last_joiner)
         tensors = list(ddp._look().named.values())
         if ddp.forward_sync_buffers:
             tensors += ddp._buffers_now()

@@ -39,21 +39,9 @@ from pycomm.ddp_sinks import Forward, defer
 from pycomm.ddp_sparse import reduce_loose
 from pycomm.ddp_stats import Times
 from pycomm.ddp_structure import Structure
+from pycomm.ddp_tally import IDLE, LOCAL, REDUCING, Tally, make_hook
 
 __all__ = ["Reducer"]
-
-IDLE, REDUCING, LOCAL = 0, 1, 2
-"""No backward is under way; one that averages; one within no_sync."""
-
-
-class Tally:
-    """What hooks share with the reducer, without keeping it alive."""
-
-    __slots__ = ("came", "mode")
-
-    def __init__(self) -> None:
-        self.mode = IDLE
-        self.came: list[int] = []
 
 
 class Reducer:
@@ -87,8 +75,13 @@ class Reducer:
         """What the last forward was told, when none of its outputs could take a hook."""
         self.after: Callable[[], None] | None = None
         """Called when gradients are averaged (optimizers that step in backward)."""
-        self.was_irregular = False
-        """Whether some backward so far had problems that were settled (unused parameters)."""
+        self.used: tuple[int, ...] | None = None
+        """The parameters whose gradients came in the last synchronised backward, None before the first."""
+        self.last_order: list[int] = []
+        self.n_ranks_used = torch.zeros(0, dtype=torch.int32)
+        """By how many ranks each parameter was used in the last backward."""
+        self.is_static = True
+        """Whether they were the same in every backward so far."""
         self._handles: list[Any] = []
         self.new: set[int] = set()  # whose gradients came in a backward within no_sync
         self.weight: float | None = None
@@ -107,7 +100,10 @@ class Reducer:
         self._reset()
         for index, parameter in enumerate(self.parameters):
             register = cast(Any, parameter).register_post_accumulate_grad_hook  # untyped in torch
-            self._handles.append(register(_hook(weakref.ref(self), self.tally, self.plan, index)))
+            self._handles.append(register(make_hook(weakref.ref(self), self.tally, self.plan, index)))
+
+    def __del__(self) -> None:
+        self.remove_hooks()
 
     def remove_hooks(self) -> None:
         """Leaves plain parameters behind."""
@@ -238,27 +234,40 @@ class Reducer:
 
     def _contributions(self, bucket: Bucket, known: set[int] | None) -> list[Tensor]:
         """What this rank gives; with ``known``, only of these parameters a gradient has come."""
-        gradients: list[Tensor] = []
-        dtype, strided, plain = bucket.dtype, torch.strided, Tensor
-        for index, parameter in zip(bucket.indices, bucket.parameters, strict=True):
-            gradient = parameter.grad
-            if (
-                gradient is None
-                or gradient.dtype is not dtype
-                or gradient.layout is not strided
-                or type(gradient) is not plain
-                or (known is not None and index not in known)
-            ):
-                gradient = self._stand_in(bucket, index, gradient, known is None)
-            elif gradient.requires_grad:
-                gradient = gradient.detach()  # the graph stays with the parameter's; the value is averaged
-            gradients.append(gradient)
-        if sum(map(plain.numel, gradients)) != bucket.n_elems:
+        found = [parameter.grad for parameter in bucket.parameters]
+        # Each test is one pass in C or a short comprehension: this runs for every gradient of every step.
+        is_usual = (
+            known is None
+            and set(map(type, found)) == {Tensor}
+            and {g.dtype for g in found} == {bucket.dtype}  # type: ignore[union-attr]
+            and {g.layout for g in found} == {torch.strided}  # type: ignore[union-attr]
+            and not any(g.requires_grad for g in found)  # type: ignore[union-attr]
+        )
+        gradients = cast(list[Tensor], found) if is_usual else self._with_stand_ins(bucket, found, known)
+        if sum(map(Tensor.numel, gradients)) != bucket.n_elems:
             gradients = self._reshaped(bucket, gradients)
         if bucket.views is not None and self._move_into(bucket, bucket.views, gradients):
             return bucket.views
         if bucket.orders is not None:
             return [in_memory_order(g, o) for g, o in zip(gradients, bucket.orders, strict=True)]
+        return gradients
+
+    def _with_stand_ins(
+        self, bucket: Bucket, found: list[Tensor | None], known: set[int] | None
+    ) -> list[Tensor]:
+        """The gradients found, with a stand-in where one cannot be contributed."""
+        gradients = []
+        for index, gradient in zip(bucket.indices, found, strict=True):
+            if (
+                gradient is None
+                or gradient.dtype is not bucket.dtype
+                or gradient.layout is not torch.strided
+                or type(gradient) is not Tensor
+                or (known is not None and index not in known)
+            ):
+                gradient = self._stand_in(bucket, index, gradient, known is None)
+            # The graph, where there is one (create_graph), stays with the parameter's; the value is averaged.
+            gradients.append(gradient.detach() if gradient.requires_grad else gradient)
         return gradients
 
     def _move_into(self, bucket: Bucket, views: list[Tensor], gradients: list[Tensor]) -> bool:
@@ -315,8 +324,9 @@ class Reducer:
             self._came = set(came)
             known = self._came | self.new
             self._note_late(came)
+            all_came = len(self._came) == plan.n
             while self._n_launched < len(plan.buckets):
-                self._launch(known)
+                self._launch(None if all_came else known)
             if plan.loose:
                 self._reduce_loose(known)
             for bucket in plan.buckets:
@@ -325,7 +335,11 @@ class Reducer:
                 self.whole |= Whole.CHANGED
             self.whole |= whole
             n_problems = self.times.exchange(self.comm, len(self.problems) + int(self.whole))
-            self.was_irregular |= n_problems > 0
+            used = tuple(sorted(self._came))
+            self.is_static = self.is_static and self.used in (None, used)
+            self.used = used
+            self.last_order = list(dict.fromkeys(came))
+            self.n_ranks_used = torch.full((plan.n,), self.comm.size, dtype=torch.int32)
             has_changed = n_problems > 0 and ddp_resolve.resolve(self)
             if plan.is_learning and not has_changed:
                 self._learn(came)
@@ -374,26 +388,3 @@ class Reducer:
             plan.order = order.tolist()
             self.rebuild()
         plan.learn(times)
-
-
-def _hook(
-    owner: weakref.ref[Reducer], tally: Tally, plan: Plan, index: int
-) -> Callable[[nn.Parameter], None]:
-    """A hook that does not keep the reducer alive: the garbage collector cannot see through hooks."""
-    note, left, bucket_of = tally.came.append, plan.left, plan.bucket_of
-
-    def gradient_came(_: nn.Parameter) -> None:
-        if not tally.mode:
-            reducer = owner()
-            if reducer is None:
-                return
-            reducer.begin()
-        note(index)
-        at = bucket_of[index]
-        left[at] -= 1
-        if not left[at]:
-            reducer = owner()
-            if reducer is not None:
-                reducer.bucket_complete()
-
-    return gradient_came

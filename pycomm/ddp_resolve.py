@@ -43,6 +43,7 @@ def resolve(reducer: Reducer) -> bool:
     mine[-1] = int(reducer.whole)
     table = torch.empty(comm.size, mine.numel(), dtype=torch.uint8)
     comm.all_gather(table, mine)
+    reducer.n_ranks_used = (table[:, :-1] != Problem.UNUSED).sum(dim=0, dtype=torch.int32)
     everyone = int(table[:, -1].max())
     has_changed = bool((table[:, -1] & int(Whole.CHANGED)).any()) and not (everyone & int(Whole.BROKEN))
     structure = _agreed_structure(reducer) if has_changed else reducer.structure

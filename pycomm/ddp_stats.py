@@ -29,6 +29,8 @@ class Times:
         self._status = torch.zeros(1 + size, dtype=torch.int64)
         self._words = self._status.numpy()
         self._began_s = 0.0
+        self._ended_s = 0.0
+        self.forward_began_s = 0.0
         self._exposed_before = 0.0
         #: In communication so far: launching, reducing and waiting, on the thread of backward.
         self.exposed_s = 0.0
@@ -65,8 +67,32 @@ class Times:
         """All is averaged; the end of backward has spent this long in communication."""
         self.exposed_s += communication_s
         self.step_exposed_s = self.exposed_s - self._exposed_before
-        self.backward_s = time.perf_counter() - self._began_s - self.step_exposed_s
+        self._ended_s = time.perf_counter()
+        self.backward_s = self._ended_s - self._began_s - self.step_exposed_s
         self.n_steps += 1
+
+    def as_logged(self) -> dict[str, int]:
+        """Under the names of torch's logger, in nanoseconds; communication is what backward's thread sees."""
+        began, ended = int(self._began_s * 1e9), int(self._ended_s * 1e9)
+        exposed = int(self.step_exposed_s * 1e9)
+        lasting = {
+            "forward_compute_time": int(self.forward_s * 1e9),
+            "backward_compute_time": ended - began - exposed,
+            "backward_comm_time": exposed,
+            "backward_compute_comm_overlap_time": 0,
+        }
+        averages = {f"avg_{name}": value for name, value in lasting.items()}
+        return (
+            lasting
+            | averages
+            | {
+                "forward_compute_time_start": int(self.forward_began_s * 1e9),
+                "backward_compute_time_start": began,
+                "backward_compute_time_end": ended - exposed,
+                "backward_comm_time_start": ended - exposed,
+                "backward_comm_time_end": ended,
+            }
+        )
 
 
 def described_step(times: Times) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import contextlib
 import copy
 import functools
 import inspect
-import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, ClassVar, cast
@@ -24,19 +24,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pycomm.communicator import Communicator
-from pycomm.ddp_agree import broadcast_tensors
 from pycomm.ddp_arguments import Arguments, communicator_for
+from pycomm.ddp_buffers import Buffers
 from pycomm.ddp_facts import Facts
 from pycomm.ddp_join import Joining
+from pycomm.ddp_logging import Logging
 from pycomm.ddp_reducer import Reducer
 from pycomm.ddp_sinks import Forward, Sinks
+from pycomm.ddp_sync_batch_norm import has_sync_batch_norm
+from pycomm.ddp_weights import Weighing
 from pycomm.ddp_wire import Compression
 
 __all__ = ["NotTraced", "ReducerNames", "TorchNames"]
 
 _WHO = "DistributedDataParallel"
 _OF_THIS_PROCESS = frozenset(
-    {"communicator", "process_group", "_reducer", "_sinks", "reducer", "device_mesh"}
+    ("communicator", "process_group", "device_mesh", "_reducer", "_sinks", "reducer", "_norms_communicator")
 )
 
 
@@ -69,7 +72,14 @@ class ReducerNames:
     """What other libraries call on ``ddp.reducer``."""
 
     def __init__(self, ddp: TorchNames) -> None:
-        self._ddp = ddp
+        self._of = weakref.ref(ddp)  # a wrapper that is dropped must go at once, and its hooks with it
+
+    @property
+    def _ddp(self) -> TorchNames:
+        ddp = self._of()
+        if ddp is None:
+            raise RuntimeError(f"{_WHO}: the wrapper of this reducer is gone")
+        return ddp
 
     def prepare_for_backward(self, outputs: list[Tensor]) -> None:
         """The next backward is synchronised, also where its forwards ran within no_sync (pipelines)."""
@@ -90,6 +100,15 @@ class ReducerNames:
     def _set_static_graph(self) -> None:
         self._ddp._set_static_graph()
 
+    def _get_local_used_map(self) -> Tensor:
+        """How many ranks used each parameter in the last backward; this rank's use is all it knows of one."""
+        reducer = self._ddp._reducer
+        return torch.zeros(0, dtype=torch.int32) if reducer is None else reducer.n_ranks_used
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether every backward so far used the same parameters."""
+        return self._ddp._reducer is None or self._ddp._reducer.is_static
+
     def _set_optimizer_in_backward(self) -> None:
         self._ddp._take_over_optimizers()
 
@@ -103,7 +122,7 @@ class ReducerNames:
         self._ddp._check_reducer_finalized()
 
 
-class TorchNames(Joining, Facts, nn.parallel.DistributedDataParallel):
+class TorchNames(Joining, Weighing, Buffers, Facts, Logging, nn.parallel.DistributedDataParallel):
     """Attributes and methods under torch's names; the wrapper itself is in pycomm/ddp.py."""
 
     communicator: Communicator
@@ -134,12 +153,17 @@ class TorchNames(Joining, Facts, nn.parallel.DistributedDataParallel):
         self._ddp_sink_clone = True
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
         self._builtin_compression: Compression | None = None
+        self._builtin_hook: Any = None
         self._share: float | None = None
         self._divide_by_initial_world_size = True
+        self._has_joined = False  # whether it has ever been within join()
         self._n_active = self.communicator.size
         self._n_forwards = 0
+        self._last_error: str | None = None
+        self._authoritative_rank = 0
         self._global_batch: float | None = None
         self._must_set_up = False
+        self._norms_communicator: Communicator | None = None
         self._reducer = None
         self._sinks = None
         self.reducer = cast(Any, ReducerNames(self))
@@ -149,6 +173,8 @@ class TorchNames(Joining, Facts, nn.parallel.DistributedDataParallel):
         """After unpickling: the communicator is made by the first forward. Collective."""
         self.process_group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         self.communicator = communicator_for(self.process_group)
+        if has_sync_batch_norm(self.module) and self.communicator.size > 1:
+            self._norms_communicator = self.communicator.split(0)
         self._set_up()
 
     def _set_up(self) -> None:
@@ -189,75 +215,22 @@ class TorchNames(Joining, Facts, nn.parallel.DistributedDataParallel):
         finally:
             torchs._active_ddp_module = before
 
-    # ---- buffers ----------------------------------------------------------------------------------------
-
-    def _assign_modules_buffers(self) -> None:
-        self.named_module_buffers = {
-            name: buffer
-            for name, buffer in self.module.named_buffers()
-            if name not in self.parameters_to_ignore
-        }
-        self.modules_buffers = list(self.named_module_buffers.values())
-
-    def _buffers_now(self) -> list[Tensor]:
-        """The buffers, looked up anew: users reassign them."""
-        self._assign_modules_buffers()
-        return self.modules_buffers
-
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward in training mode gives rank 0's buffers to all ranks."""
-        return bool(self.require_forward_param_sync and self.forward_sync_buffers and self.modules_buffers)
-
-    def _sync_before_forward(self) -> bool:
-        if not self.forward_sync_buffers or not self.training or not self.require_forward_param_sync:
-            return False
-        hook = self.__dict__.get("buffer_hook")
-        return hook is None or hook.buffer_comm_hook_location.name == "PRE_FORWARD"
-
-    def _sync_after_forward(self) -> bool:
-        hook = self.__dict__.get("buffer_hook")
-        is_after = hook is not None and hook.buffer_comm_hook_location.name == "POST_FORWARD"
-        return bool(
-            is_after and self.forward_sync_buffers and self.training and self.require_forward_param_sync
-        )
-
-    def _sync_buffers(self) -> None:
-        self._sync_module_buffers(self._authoritative())
-
-    def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        buffers = self._buffers_now()
-        if not buffers:
-            return
-        hook = self.__dict__.get("buffer_hook")
-        if hook is not None:
-            futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
-            if futures is not None:
-                for future in futures if isinstance(futures, list) else [futures]:
-                    future.wait()
-        elif self.communicator.size > 1:
-            # BatchNorm's backward in training does not read its running statistics, though it saves them:
-            # two forwards before one backward are no mistake there.
-            batch_norm = nn.modules.batchnorm._NormBase
-            norms = (m for m in self.module.modules() if isinstance(m, batch_norm))
-            harmless = {id(buffer) for norm in norms for buffer in norm.buffers()}
-            broadcast_tensors(self.communicator, buffers, authoritative_rank, harmless)
-
-    def _distributed_broadcast_coalesced(
-        self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
-    ) -> None:
-        broadcast_tensors(self.communicator, tensors, authoritative_rank)
-
     # ---- hooks ------------------------------------------------------------------------------------------
 
+    def _logged(self, error: Exception) -> Exception:
+        """Keeps the error for ``_get_ddp_logging_data``, as torch's logger does."""
+        self._last_error = f"{type(error).__name__}: {error}"
+        return error
+
     def _refuse_second_hook(self) -> None:
-        if self._comm_hooks or self._builtin_compression is not None:
+        if self._comm_hooks or self._builtin_hook is not None:
             raise RuntimeError(
                 f"{_WHO}: register_comm_hook or register_builtin_comm_hook can only be called once."
             )
 
     def _check_comm_hook(self, hook: Any) -> None:
         if not callable(hook):
-            raise TypeError("Communication hook must be callable.")
+            raise self._logged(TypeError("Communication hook must be callable."))
         signature = inspect.signature(hook)
         wanted: Any = getattr(dist, "GradBucket", None)
         bucket = signature.parameters.get("bucket")
@@ -280,6 +253,7 @@ class TorchNames(Joining, Facts, nn.parallel.DistributedDataParallel):
         name = str(comm_hook_type).rpartition(".")[2]
         if name not in ("ALLREDUCE", "FP16_COMPRESS"):
             raise ValueError(f"{_WHO}: unknown built-in hook {comm_hook_type}")
+        self._builtin_hook = comm_hook_type
         if name == "FP16_COMPRESS":
             self._builtin_compression = "fp16"
         self._set_up()
@@ -288,6 +262,10 @@ class TorchNames(Joining, Facts, nn.parallel.DistributedDataParallel):
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
+        if self._reducer is not None and self._reducer.times.n_steps > 0:
+            raise self._logged(
+                RuntimeError(f"{_WHO}: _set_static_graph() should be called before training loop starts")
+            )
         self.static_graph = True
         if self._reducer is not None:
             self._reducer.settings.may_be_unused = True
@@ -309,6 +287,7 @@ class TorchNames(Joining, Facts, nn.parallel.DistributedDataParallel):
 
     def _take_over_optimizers(self) -> None:
         """Optimizers that step in backward (apply_optimizer_in_backward) step when gradients are averaged."""
+        self._lazy_init_ran = True
         parameters = [p for p in self._module_parameters if hasattr(p, "_in_backward_optimizers")]
         if not parameters or self._reducer is None:
             return
@@ -357,6 +336,7 @@ class TorchNames(Joining, Facts, nn.parallel.DistributedDataParallel):
         self.process_group = None
         self._reducer = None
         self._sinks = None
+        self._norms_communicator = None
         self._must_set_up = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchNames:
@@ -371,55 +351,10 @@ class TorchNames(Joining, Facts, nn.parallel.DistributedDataParallel):
         kept = {k: v for k, v in self.__dict__.items() if k not in _OF_THIS_PROCESS}
         made.__dict__.update(copy.deepcopy(kept, memo))
         made.communicator, made.process_group = self.communicator, self.process_group
+        made._norms_communicator = self._norms_communicator
         made.reducer = cast(Any, ReducerNames(made))
         made._reducer = None
         made._sinks = None
         if not self._must_set_up:
             made._set_up()
         return made
-
-    # ---- logging ----------------------------------------------------------------------------------------
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        if sample_rate < 1:
-            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Facts under the names of torch's logger; times are nanoseconds. See also ``stats``."""
-        reducer = self._reducer
-        trained = [p for p in self._module_parameters if p.requires_grad]
-        times = reducer.times if reducer is not None else None
-        buckets = reducer.plan.buckets if reducer is not None else []
-        sizes = ", ".join(str(bucket.n_bytes) for bucket in buckets)
-        is_rebuilt = self._has_rebuilt_buckets
-        data: dict[str, Any] = {
-            "world_size": self.communicator.size,
-            "rank": self.communicator.rank,
-            "module_name": type(self.module).__name__,
-            "device_ids": "",
-            "output_device": -1,
-            "broadcast_buffers": int(self.forward_sync_buffers),
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
-            "backend_name": dist.get_backend(self.process_group) if self.process_group else "pycomm",
-            "iteration": times.n_steps if times is not None else 0,
-            "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
-            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in trained),
-            "num_parameter_tensors": len(trained),
-            "num_buckets_reduced": len(buckets),
-            "bucket_sizes": sizes,
-            "has_rebuilt_buckets": int(is_rebuilt),
-            "rebuilt_bucket_sizes": sizes if is_rebuilt else "",
-            "rebuilt_per_bucket_param_indices": ", ".join(" ".join(map(str, b.indices)) for b in buckets),
-            "can_set_static_graph": int(reducer is not None and not reducer.was_irregular),
-            "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules())),
-            "comm_hook": ", ".join(getattr(h, "__name__", repr(h)) for h, _ in self._comm_hooks),
-            "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
-        }
-        if times is not None:
-            data["avg_forward_compute_time"] = int(times.forward_s * 1e9)
-            data["avg_backward_compute_time"] = int(times.backward_s * 1e9)
-            data["avg_backward_comm_time"] = int(times.step_exposed_s * 1e9)
-        return data

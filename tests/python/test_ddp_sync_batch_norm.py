@@ -1,0 +1,87 @@
+"""SyncBatchNorm on the CPU: as BatchNorm of one process on the concatenated batch, also an uneven one."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import pycomm
+from ranks import run_ranks
+
+
+class Net(nn.Module):
+    def __init__(self, affine: bool = True, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4, affine=affine, momentum=momentum)
+        self.flat = nn.BatchNorm1d(4, affine=affine, momentum=momentum)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.norm(self.conv(x)))
+        return self.head(self.flat(x.mean(dim=(2, 3))))
+
+
+def make(options):
+    torch.manual_seed(3)
+    return Net(**options).double()
+
+
+def data(step, rank, even):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    rows = 3 if even else 1 + 2 * rank
+    x = torch.randn(rows, 3, 6, 6, generator=generator, dtype=torch.float64)
+    return x.to(memory_format=torch.channels_last) if step == 1 else x
+
+
+def weigh(loss, rank, size, even):
+    counts = [len(data(0, r, even)) for r in range(size)]
+    return loss * (counts[rank] * size / sum(counts))
+
+
+def train(rank, size, options, even):
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(make(options))
+    ddp = pycomm.DistributedDataParallel(net, communicator=pycomm.init())
+    assert isinstance(net.norm, nn.SyncBatchNorm)
+    found = []
+    for step in range(3):
+        ddp.zero_grad()
+        x = data(step, rank, even)
+        weigh(ddp(x).square().mean(), rank, size, even).backward()
+        found.append({name: p.grad.clone() for name, p in net.named_parameters()})
+    copied = copy.deepcopy(ddp)
+    copied.zero_grad()
+    weigh(copied(x).square().mean(), rank, size, even).backward()
+    if size > 1:
+        with pytest.raises(RuntimeError, match="scale the loss itself"):
+            ddp.weighted(len(x)).__enter__()
+    ddp.eval()
+    ddp(data(7, 0, True))  # one rank could do it alone
+    return found, net.state_dict(), {name: p.grad for name, p in copied.module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "even"),
+    [
+        (1, {}, True),
+        (2, {}, True),
+        (3, {}, False),
+        (2, {"affine": False}, False),
+        (2, {"momentum": None}, True),
+    ],
+)
+def test_statistics_and_gradients_are_those_of_the_concatenated_batch(size, options, even):
+    net = make(options)
+    by_rank = run_ranks(size, train, options, even)
+    for step in range(3):
+        net.zero_grad()
+        net(torch.cat([data(step, rank, even) for rank in range(size)])).square().mean().backward()
+        for found, _, _ in by_rank:
+            for name, p in net.named_parameters():
+                torch.testing.assert_close(found[step][name], p.grad, rtol=1e-8, atol=1e-11)
+    for _, state, copied in by_rank:
+        for name, value in net.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12)
+        for name, p in net.named_parameters():
+            torch.testing.assert_close(copied[name], p.grad, rtol=1e-8, atol=1e-11)
