@@ -219,8 +219,11 @@ def as_libraries_do(rank, size):
     loss_of(ddp.module, rank).backward()
     assert not torch.equal(local, ddp.module.linear.weight.grad)
     ddp._check_reducer_finalized()
-    ddp._set_static_graph()
-    assert ddp.static_graph
+    with pytest.raises(RuntimeError, match="should be called before training loop starts"):
+        ddp._set_static_graph()
+    fresh = pycomm.DistributedDataParallel(make(), communicator=comm)
+    fresh._set_static_graph()
+    assert fresh.static_graph
     ddp._remove_autograd_hooks()
     ddp.zero_grad()
     loss_of(ddp, rank).backward()

@@ -1,8 +1,8 @@
 """torch's own tests of DistributedDataParallel, run with our wrapper in place of torch's (torch_suite.py).
 
 What fails is listed with the reason; docs/ddp.md has the same table. A test that torch's wrapper passes on a
-CPU with gloo, and ours does not, is one of ``DIFFERENT``; ``NOT_HERE`` fails with both, for want of a GPU or in
-torch itself.
+CPU with gloo, and ours does not, is one of ``DIFFERENT``; ``NOT_HERE`` fails with both, for want of a GPU or
+in torch itself.
 """
 
 import os
@@ -21,7 +21,7 @@ DIFFERENT = {
     "test_ddp_multiple_nested_unused_params_err_ignore_params": EARLIER,
     "test_ddp_multiple_nested_unused_params_error": EARLIER,
     "test_ddp_unused_params_rebuild_buckets_exception": EARLIER,
-    "test_ddp_logging_data_cpu": "asserts the sizes of torch's first bucket, and times of its threads",
+    "test_ddp_logging_data_cpu": "asserts that times are sampled, and torch's initial buckets",
     "test_ddp_profiling_torch_profiler": "counts gloo's events in the profile; ours makes no call of gloo",
     "test_different_graph_across_ranks": "asserts that buckets are not rebuilt with unused parameters",
     "test_invalid_static_graph": "asserts that a changing graph is refused; ours averages it",
@@ -39,7 +39,7 @@ NOT_HERE = {
     "test_ddp_native_mixed_precision_ignored_params": NO_GPU,
     "test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none": NO_GPU,
     "test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none": NO_GPU,
-    "test_ddp_uneven_inputs": "trains large models for hundreds of steps: minutes on a CPU, with both wrappers",
+    "test_ddp_uneven_inputs": "large models for hundreds of steps: minutes on a CPU, with both wrappers",
 }
 
 
@@ -50,7 +50,15 @@ def test_torchs_tests_pass_with_our_wrapper(tmp_path):
     pytest.importorskip("expecttest", reason="torch's test module needs it: pip install expecttest")
     log = tmp_path / "log"
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("torch_suite.py")), "ours", "--log", str(log)],
+        [
+            sys.executable,
+            str(Path(__file__).with_name("torch_suite.py")),
+            "ours",
+            "--log",
+            str(log),
+            "--without",
+            *NOT_HERE,
+        ],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYCOMM_TUNE": "off"},
         capture_output=True,
         text=True,
@@ -59,7 +67,7 @@ def test_torchs_tests_pass_with_our_wrapper(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     verdicts = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     failed = {name: verdict for name, verdict in verdicts.items() if verdict.startswith("failed")}
-    unexplained = {n: v for n, v in failed.items() if n not in DIFFERENT and n not in NOT_HERE}
+    unexplained = {name: verdict for name, verdict in failed.items() if name not in DIFFERENT}
     assert not unexplained, f"{unexplained}\n{log.read_text(errors='replace')[-4000:]}"
     passed = [name for name, verdict in verdicts.items() if verdict == "passed"]
     assert len(passed) >= 60, sorted(verdicts.items())

@@ -184,6 +184,7 @@ def main() -> None:
     )
     parser.add_argument("which", choices=("ours", "torchs"))
     parser.add_argument("-k", default="", help="only tests whose name has this in it")
+    parser.add_argument("--without", nargs="*", default=[], help="names of tests to leave out")
     parser.add_argument("--size", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=60.0)
     parser.add_argument("--log", default=os.devnull, help="where the ranks' output goes")
@@ -195,7 +196,7 @@ def main() -> None:
     choose(options.which)
     with contextlib.redirect_stderr(io.StringIO()):
         suite = load()
-    for name in find(suite, options.k):
+    for name in (n for n in find(suite, options.k) if n not in options.without):
         verdict = run_test(suite, name, options.size, options.timeout, Path(options.log))
         if verdict.endswith("did not end"):  # on a busy machine, gloo's rendezvous may be what took too long
             verdict = run_test(suite, name, options.size, options.timeout, Path(options.log))
