@@ -1,18 +1,8 @@
-"""The communicator: collectives over the ranks of one machine, through shared memory.
+"""The communicator: its ranks, the collectives and transfers between them, memory, groups and life.
 
-Every collective takes CPU tensors of any dtype in ``pycomm._setup.DTYPES`` and any layout; a list of tensors
-of one dtype is one coalesced call over their concatenation. Common arguments:
-
-    async_op: return a :class:`pycomm.Work` at once; the tensors must be left alone until it is done.
-    algorithm: a name that ``pycomm schedule list`` shows; None takes the measured choice.
-    deterministic: reduce in the canonical order of docs/numerics.md, the same bits whatever the algorithm;
-        None takes the communicator's default (``PYCOMM_DETERMINISTIC=1``).
-    timeout: seconds this call may wait for a peer; None takes the communicator's.
-
-Common errors: ``TypeError`` and ``ValueError`` name a bad argument on the rank that gave it; the other ranks
-get ``CommError`` saying so, and the communicator stays usable. ``MismatchError``: valid calls that differ
-between ranks. ``PeerLostError``: a peer died or closed. ``CommTimeoutError``: a deadline passed. After these
-three the communicator has failed, and every later call raises the same.
+Collectives are in pycomm/collectives.py, with their common arguments and errors; send and recv in
+pycomm/point_to_point.py. What is here: tensors in the shared arena, communicators of some of the ranks,
+defaults of calls, and the ends: ``close``, ``abort``, garbage collection and the interpreter's exit.
 """
 
 from __future__ import annotations
@@ -21,51 +11,21 @@ import atexit
 import weakref
 import zlib
 from collections.abc import Iterable, Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
 
-from pycomm import _C, _setup, ops, tuning
+from pycomm import _C, _setup, arguments, tuning
+from pycomm.arguments import refuses_wrong_calls
+from pycomm.collectives import Collectives
 from pycomm.errors import CommError
 from pycomm.point_to_point import PointToPoint
-from pycomm.staging import Staged, staged
-from pycomm.work import Keeper, Work, _completer
-
-Tensors = torch.Tensor | Sequence[torch.Tensor]
-
-# CallKind of csrc/engine/call.h.
-KINDS = {
-    name: code
-    for code, name in enumerate(
-        (
-            "all_reduce",
-            "reduce_scatter",
-            "all_gather",
-            "broadcast",
-            "reduce",
-            "gather",
-            "scatter",
-            "all_to_all",
-            "barrier",
-        )
-    )
-}
+from pycomm.work import _completer
 
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _part_sizes(tensors: Any) -> list[int] | None:
-    """The sizes of a list's tensors, one for each rank; None for anything else, which the core judges."""
-    if not isinstance(tensors, (list, tuple)) or not all(type(t) in _PLAIN for t in tensors):
-        return None
-    return [t.numel() for t in tensors]
-
-
-class Communicator(_C.FastCalls, PointToPoint):
+class Communicator(Collectives, PointToPoint):
     """The ranks that call collectives together; made by :func:`init`, :meth:`split` or :meth:`new_group`.
 
     Collectives run in program order, synchronous ones on the caller's thread when nothing is queued. Safe to
@@ -79,13 +39,7 @@ class Communicator(_C.FastCalls, PointToPoint):
     """
 
     def __init__(self, core: _C.Communicator) -> None:
-        self._c = core
-        self._bind_core(core)
-        self._works = Keeper()
-        #: This process's number, in [0, size).
-        self.rank: int = core.rank
-        #: How many ranks there are.
-        self.size: int = core.size
+        super().__init__(core)
         _open.add(self)
 
     def __del__(self) -> None:
@@ -94,203 +48,6 @@ class Communicator(_C.FastCalls, PointToPoint):
         if core is not None:
             core.close()
 
-    # ---- calls ------------------------------------------------------------------------------------------
-
-    def _refuse(self, error: Exception) -> None:
-        """Tells the peers that this rank's call was invalid, so that they raise too instead of waiting."""
-        self._c.refuse(str(error))
-
-    def _call(
-        self,
-        name: str,
-        inputs: Tensors | None,
-        outputs: Tensors | None,
-        result: Any,
-        *,
-        op: ops.Op = "sum",
-        async_op: bool = False,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> Any:
-        try:
-            code, scalar = ops.parse(op)
-            timeout = None if timeout is None else ops.positive_seconds(timeout)
-        except (TypeError, ValueError) as error:
-            self._refuse(error)
-            raise
-        options.update(op=code, scalar=scalar, timeout_s=timeout)
-        kind = KINDS[name]
-        done = self._c.call(kind, inputs, outputs, options, async_op)
-        held: Staged | None = None
-        if done is NotImplemented:
-            try:
-                held = staged(name, inputs, outputs)
-            except Exception as error:  # also no memory for the copy
-                self._refuse(error)
-                raise
-            done = self._c.call(kind, held.inputs, held.outputs, options, async_op)
-        if not async_op:
-            if held is not None:
-                held.write_back()
-            return result
-        finish = held.write_back if held is not None else None
-        return self._works.add(Work(done, (inputs, outputs, held), result, finish))
-
-    def _all_reduce(
-        self,
-        tensor: Tensors,
-        op: ops.Op = "sum",
-        *,
-        out: Tensors | None = None,
-        async_op: bool = False,
-        algorithm: str | None = None,
-        deterministic: bool | None = None,
-        timeout: float | None = None,
-    ) -> Any:
-        """What ``all_reduce`` (of the base class, in C) does not do at once: see there."""
-        out = tensor if out is None else out
-        return self._call(
-            "all_reduce", tensor, out, out, op=op, async_op=async_op, timeout=timeout,
-            algorithm=algorithm, deterministic=deterministic,
-        )  # fmt: skip
-
-    def reduce_scatter(
-        self,
-        output: Tensors,
-        input: Tensors,
-        op: ops.Op = "sum",
-        *,
-        counts: Sequence[int] | None = None,
-        **options: Any,
-    ) -> Any:
-        """Rank r gets part r of the reduction of all ranks' inputs.
-
-        Args:
-            output: part r: ``counts[r]`` elements, or 1/size of ``input``.
-            input: the whole vector (or a list, one tensor for each rank).
-            counts: elements of each part, in rank order, the same on every rank; None: equal parts.
-        """
-        counts = _part_sizes(input) if counts is None else counts
-        return self._call("reduce_scatter", input, output, output, op=op, counts=counts, **options)
-
-    def all_gather(
-        self, output: Tensors, input: Tensors, *, counts: Sequence[int] | None = None, **options: Any
-    ) -> Any:
-        """Every rank gets the concatenation of all ranks' inputs, in rank order.
-
-        Args:
-            output: the whole vector (or a list, one tensor for each rank).
-            input: this rank's part; may be its place in ``output`` (in place).
-            counts: elements of each part, in rank order, the same on every rank; None: equal parts.
-        """
-        counts = _part_sizes(output) if counts is None else counts
-        return self._call("all_gather", input, output, output, counts=counts, **options)
-
-    def broadcast(self, tensor: Tensors, src: int = 0, **options: Any) -> Any:
-        """Every rank's ``tensor`` becomes that of rank ``src``."""
-        return self._call(
-            "broadcast", tensor if src == self.rank else None, tensor, tensor, root=src, **options
-        )
-
-    def reduce(
-        self, tensor: Tensors, dst: int = 0, op: ops.Op = "sum", *, out: Tensors | None = None, **options: Any
-    ) -> Any:
-        """Rank ``dst`` gets the reduction in ``out`` (None: in ``tensor``); the others' tensors stay."""
-        target = (tensor if out is None else out) if dst == self.rank else None
-        return self._call("reduce", tensor, target, target, op=op, root=dst, **options)
-
-    def gather(
-        self,
-        tensor: Tensors,
-        output: Tensors | None = None,
-        dst: int = 0,
-        *,
-        counts: Sequence[int] | None = None,
-        **options: Any,
-    ) -> Any:
-        """Rank ``dst`` gets all ranks' tensors in rank order in ``output`` (needed there, else ignored)."""
-        target = output if dst == self.rank else None
-        if dst == self.rank and output is None:
-            error = ValueError(f"gather: rank {dst} is dst and needs output=")
-            self._refuse(error)
-            raise error
-        return self._call("gather", tensor, target, target, root=dst, counts=counts, **options)
-
-    def scatter(
-        self,
-        output: Tensors,
-        input: Tensors | None = None,
-        src: int = 0,
-        *,
-        counts: Sequence[int] | None = None,
-        **options: Any,
-    ) -> Any:
-        """Rank r gets part r of rank ``src``'s ``input`` (needed there, ignored elsewhere)."""
-        if src == self.rank and input is None:
-            error = ValueError(f"scatter: rank {src} is src and needs input=")
-            self._refuse(error)
-            raise error
-        source = input if src == self.rank else None
-        return self._call("scatter", source, output, output, root=src, counts=counts, **options)
-
-    def all_to_all(
-        self,
-        output: Tensors,
-        input: Tensors,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-        **options: Any,
-    ) -> Any:
-        """Rank r's q-th block goes to rank q, as its r-th block.
-
-        Args:
-            output, input: one tensor each, or lists of ``size`` tensors (one block for each rank). They may
-                not overlap.
-            output_split_sizes, input_split_sizes: rows (of dimension 0) of each block; None: equal blocks.
-        """
-        try:
-            sends = self._blocks("input", input, input_split_sizes)
-            receives = self._blocks("output", output, output_split_sizes)
-        except (TypeError, ValueError) as error:
-            self._refuse(error)
-            raise
-        return self._call(
-            "all_to_all", input, output, output, send_counts=sends, recv_counts=receives, **options
-        )
-
-    def _blocks(self, what: str, tensors: Tensors, splits: Sequence[int] | None) -> list[int]:
-        if not isinstance(tensors, torch.Tensor):
-            sizes = _part_sizes(tensors)
-            if sizes is None:
-                raise TypeError(f"all_to_all: {what} must be a tensor or a list of tensors, got {tensors!r}")
-            if splits is not None or len(sizes) != self.size:
-                raise ValueError(f"all_to_all: a list {what} needs {self.size} tensors and no split sizes")
-            return sizes
-        if type(tensors) not in _PLAIN:  # a subclass may have sizes of its own
-            got = type(tensors).__name__
-            raise TypeError(f"all_to_all: {what} must be a torch.Tensor (not a subclass), got {got}")
-        if splits is None:
-            if tensors.numel() % self.size != 0:
-                raise ValueError(
-                    f"all_to_all: {what} of {tensors.numel()} elements does not divide over {self.size} "
-                    f"ranks; give {what}_split_sizes"
-                )
-            return [tensors.numel() // self.size] * self.size
-        rows = tensors.shape[0] if tensors.dim() > 0 else 1
-        if len(splits) != self.size or sum(splits) != rows or min(splits) < 0:
-            raise ValueError(
-                f"all_to_all: {what}_split_sizes must be {self.size} sizes that add up to {rows} rows, "
-                f"got {list(splits)}"
-            )
-        row = tensors.numel() // rows if rows > 0 else 0
-        return [s * row for s in splits]
-
-    def barrier(self, **options: Any) -> Any:
-        """Returns when every rank has called it."""
-        return self._call("barrier", None, None, None, **options)
-
-    # ---- memory, groups, life ---------------------------------------------------------------------------
-
     def empty(self, *shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor in the shared arena: collectives on such tensors copy nothing.
 
@@ -298,33 +55,55 @@ class Communicator(_C.FastCalls, PointToPoint):
         :meth:`close`), and is not a collective call.
 
         Args:
-            shape: sizes, or one sequence of sizes.
+            shape: sizes, or one sequence of sizes; none: a tensor of one element without dimensions.
             dtype: one of ``pycomm._setup.DTYPES``.
 
+        Returns:
+            A contiguous CPU tensor of that shape and dtype, its values undefined.
+
         Raises:
-            ValueError: a negative size. TypeError: an unsupported dtype. CommError: no memory.
+            TypeError: a size that is no integer, or an unsupported dtype.
+            ValueError: a negative size, or more bytes than any machine has.
+            CommError: the arena's limit (``PYCOMM_ARENA_MAX``) or the machine's memory is reached, or the
+                communicator is closed or has failed.
+
+        Example:
+            >>> import pycomm, torch
+            >>> pycomm.init().empty(2, 3, dtype=torch.int64).shape
+            torch.Size([2, 3])
         """
-        sizes = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else list(shape)
-        if any(not isinstance(s, Integral) or s < 0 for s in sizes):
-            raise ValueError(f"empty: sizes must be integers >= 0, got {sizes}")
+        given = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else list(shape)
+        sizes = [arguments.integer("empty: a size", n, 0, 2**63) for n in given]
+        arguments.instance("empty: dtype", dtype, torch.dtype, "a torch.dtype")
         if dtype not in _setup.DTYPE_CODES:
-            raise TypeError(f"empty: {dtype} is not supported")
-        made = self._c.empty([int(s) for s in sizes], _setup.DTYPE_CODES[dtype])
+            known = ", ".join(str(d).removeprefix("torch.") for d in _setup.DTYPES)
+            raise TypeError(f"empty: dtype {dtype} is not supported; supported are {known}")
+        made = self._c.empty(sizes, _setup.DTYPE_CODES[dtype])
         return made if isinstance(made, torch.Tensor) else torch.utils.dlpack.from_dlpack(made)
 
+    @refuses_wrong_calls
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """A communicator for the ranks that give the same ``color``, ordered by ``key``, then by rank here.
+        """A communicator for the ranks that give the same ``color``. Collective over this communicator.
 
-        Collective over this communicator. Ranks with color None get None.
+        Args:
+            color: an integer in [0, 2^63); None: this rank joins none.
+            key: an integer in [-2^63, 2^63); the new ranks are in the order of keys, then of ranks here.
+
+        Returns:
+            The communicator of this rank's color, with this one's defaults; None for color None.
+
+        Raises:
+            TypeError, ValueError, CommError: the common list of :mod:`pycomm.collectives`.
+
+        Example:
+            >>> import pycomm
+            >>> comm = pycomm.init()
+            >>> comm.split(color=comm.rank % 2, key=-comm.rank).size
+            1
         """
-        given: tuple[Any, Any] = (color, key)
-        for name, value, lowest in (("color", given[0], 0), ("key", given[1], -(2**63))):
-            if name == "color" and value is None:
-                continue
-            if not isinstance(value, int) or not lowest <= value < 2**63:
-                error = ValueError(f"split: {name} must be an integer in [{lowest}, 2^63), got {value!r}")
-                self._refuse(error)
-                raise error
+        with self._refusing:
+            color = None if color is None else arguments.integer("split: color", color, 0, 2**63)
+            key = arguments.integer("split: key", key, -(2**63), 2**63)
         return self._split(color, key, 0)
 
     def _split(self, color: int | None, key: int, plan: int) -> Communicator | None:
@@ -335,26 +114,40 @@ class Communicator(_C.FastCalls, PointToPoint):
         tuning.inherit(self, child)
         return child
 
+    @refuses_wrong_calls
     def new_group(self, ranks: Sequence[int]) -> Communicator | None:
-        """A communicator of ``ranks``, in that order; every rank of this one calls it, others get None.
+        """A communicator of some of the ranks. Every rank of this one calls it.
+
+        Args:
+            ranks: distinct ranks of this communicator, at least one, the same list on every rank; the new
+                ranks are in its order.
+
+        Returns:
+            The communicator of ``ranks``; None on a rank that is not one of them.
 
         Raises:
-            ValueError: ranks repeat, are out of range, or none is given.
-            MismatchError: ranks gave different lists.
+            TypeError, ValueError, CommError: the common list of :mod:`pycomm.collectives`; MismatchError
+                also when the lists differ.
+
+        Example:
+            >>> import pycomm
+            >>> pycomm.init().new_group([0]).size
+            1
         """
-        given: Any = ranks
-        wanted: list[Any] = list(given) if isinstance(given, Iterable) else []
-        valid = all(isinstance(r, int) and 0 <= r < self.size for r in wanted)
-        if not wanted or not valid or len(set(wanted)) != len(wanted):
-            error = ValueError(
-                f"new_group: ranks must be distinct, at least one, and in [0, {self.size}), got {ranks!r}"
-            )
-            self._refuse(error)
-            raise error
+        with self._refusing:
+            wanted = self._distinct(ranks)
         inside = self.rank in wanted
         # The same on every rank, or MismatchError; never 0, which is a split.
         plan = 1 + zlib.crc32(repr(wanted).encode())
         return self._split(0 if inside else None, wanted.index(self.rank) if inside else 0, plan)
+
+    def _distinct(self, ranks: Any) -> list[int]:
+        if not isinstance(ranks, Iterable) or isinstance(ranks, (str, bytes)):
+            raise TypeError(f"new_group: ranks must be a list of ranks, got {arguments.short(ranks)}")
+        wanted = [arguments.rank("new_group: each of ranks", r, self.size) for r in ranks]
+        if not wanted or len(set(wanted)) != len(wanted):
+            raise ValueError(f"new_group: ranks must be distinct, at least one, got {arguments.short(ranks)}")
+        return wanted
 
     @property
     def timeout(self) -> float:
@@ -363,7 +156,7 @@ class Communicator(_C.FastCalls, PointToPoint):
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        self._c.timeout_s = ops.positive_seconds(seconds)
+        self._c.timeout_s = arguments.seconds("timeout", seconds)
 
     @property
     def deterministic(self) -> bool:
@@ -372,25 +165,64 @@ class Communicator(_C.FastCalls, PointToPoint):
 
     @deterministic.setter
     def deterministic(self, value: bool) -> None:
-        self._c.deterministic = bool(value)
+        arguments.instance("deterministic", value, bool, "True or False")
+        self._c.deterministic = value
 
+    @refuses_wrong_calls
     def tune(self, seconds: float = 1.0) -> None:
-        """Measures the candidates on this machine and takes the fastest; collective; see ``pycomm tune``.
+        """Measures the candidate algorithms on this machine, takes the fastest, and caches that; collective.
+
+        The same as ``pycomm tune``.
 
         Args:
             seconds: about how long it may take; what is not measured by then keeps its default.
+
+        Raises:
+            TypeError, ValueError, CommError: the common list of :mod:`pycomm.collectives`.
+
+        Example:
+            >>> import pycomm
+            >>> pycomm.init().tune(seconds=0.5)
         """
+        with self._refusing:
+            seconds = arguments.seconds("tune: seconds", seconds)
         tuning.measure(self, seconds)
 
     def close(self) -> None:
-        """Waits for what is queued and leaves; peers that need this rank get PeerLostError. Idempotent.
+        """Waits for what is queued and leaves. Idempotent.
 
-        Ctrl-C aborts what is queued instead, and raises KeyboardInterrupt once the communicator is closed.
+        Later calls here raise CommError; peers that still need this rank get PeerLostError. How queued calls
+        ended, their works tell.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C came: what was queued is aborted, and the communicator is closed.
+
+        Example:
+            >>> import pycomm
+            >>> comm = pycomm.init()
+            >>> comm.close()
+            >>> comm
+            <pycomm.Communicator rank 0 of 1, closed>
         """
         self._c.close()
 
     def abort(self, reason: str = "aborted") -> None:
-        """Ends pending and later calls here with CommError, and tells the peers. Returns at once."""
+        """Ends pending and later calls here and on the peers with CommError. Returns at once.
+
+        Args:
+            reason: what the errors say.
+
+        Raises:
+            TypeError: ``reason`` is no string.
+
+        Example:
+            >>> import pycomm
+            >>> comm = pycomm.init()
+            >>> comm.abort("the loss is NaN")
+            >>> comm
+            <pycomm.Communicator rank 0 of 1, failed>
+        """
+        arguments.instance("abort: reason", reason, str, "a string")
         self._c.abort(reason)
 
     def __enter__(self) -> Communicator:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from pycomm import _C, rendezvous, tuning
-from pycomm.communicator import KINDS, Communicator
-from pycomm.ops import positive_seconds
+from pycomm import _C, arguments, rendezvous, tuning
+from pycomm.calling import KINDS
+from pycomm.communicator import Communicator
 
 
 def _forced_algorithms() -> dict[str, str]:
@@ -52,7 +52,7 @@ def init(
         >>> pycomm.init().size
         1
     """
-    timeout = positive_seconds(timeout)
+    timeout = arguments.seconds("init: timeout", timeout)
     forced = _forced_algorithms()
     deterministic = os.environ.get("PYCOMM_DETERMINISTIC", "0")
     if deterministic not in ("", "0", "1"):

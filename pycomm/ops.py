@@ -14,23 +14,6 @@ CODES = {name: code for code, name in enumerate(NAMES)}
 Op = str | tuple[str, float] | Any
 
 
-def positive_seconds(timeout: Any) -> float:
-    """A timeout argument as a float.
-
-    Raises:
-        TypeError: it is no number. ValueError: it is not above 0.
-
-    Example:
-        >>> positive_seconds(3)
-        3.0
-    """
-    if not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout must be positive seconds, got {timeout!r}")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be positive seconds, got {timeout!r}")
-    return float(timeout)
-
-
 def parse(op: Op) -> tuple[int, float]:
     """The operation's code and its scalar (1.0 unless premul_sum).
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,109 +11,20 @@ import torch
 import pycomm
 from cases import raises
 from ranks import run_ranks
-
-Comm = pycomm.Communicator
-
-
-def _t(n: int = 6) -> torch.Tensor:
-    return torch.ones(n)
-
-
-#: the bad call -> what is raised, and what the message says
-BAD: dict[str, tuple[Callable[[Comm], Any], type[Exception], str]] = {
-    "op": (lambda c: c.all_reduce(_t(), "mean"), ValueError, "op must be one of"),
-    "op type": (lambda c: c.reduce_scatter(_t(2), _t(), 3), ValueError, "op must be one of"),
-    "dtype": (lambda c: c.all_reduce(torch.ones(3, dtype=torch.uint16)), TypeError, "dtype is not supported"),
-    "dtypes": (lambda c: c.all_reduce(_t(), out=torch.ones(6).double()), TypeError, "input is float32"),
-    "device": (lambda c: c.all_reduce(torch.ones(3, device="meta")), TypeError, "meta"),
-    "not a tensor": (lambda c: c.all_reduce([1.0, 2.0]), TypeError, "torch.Tensor"),
-    "a number": (lambda c: c.broadcast(3), TypeError, "torch.Tensor"),
-    "no tensor": (lambda c: c.all_reduce(None), TypeError, "all_reduce"),
-    "nobody": (lambda c: c.broadcast(None, c.rank), TypeError, "broadcast: the input must be"),
-    "nowhere": (lambda c: c.all_gather(None, _t(0)), TypeError, "all_gather: the output must be"),
-    "out size": (lambda c: c.all_reduce(_t(), out=_t(7)), ValueError, "out has 7 elements, expected 6"),
-    "root": (lambda c: c.broadcast(_t(), 9), ValueError, "rank 9 is not in this communicator of 3"),
-    "negative root": (lambda c: c.reduce(_t(), -1), ValueError, "rank -1"),
-    "root type": (lambda c: c.broadcast(_t(), "x"), TypeError, "root='x'"),
-    "root float": (lambda c: c.scatter(_t(2), _t(), 0.5), TypeError, "root=0.5"),
-    "huge root": (lambda c: c.broadcast(_t(), 2**70), TypeError, "root="),
-    "indivisible": (lambda c: c.reduce_scatter(_t(2), _t(7)), ValueError, "do not divide evenly"),
-    "part": (lambda c: c.reduce_scatter(_t(3), _t(6)), ValueError, "output has 3 elements, expected 2"),
-    "whole": (lambda c: c.all_gather(_t(5), _t(2)), ValueError, "output has 5 elements, expected 6"),
-    "counts length": (
-        lambda c: c.all_gather(_t(6), _t(2), counts=[2, 4]),
-        ValueError,
-        "counts has 2 entries",
-    ),
-    "counts sign": (lambda c: c.all_gather(_t(6), _t(2), counts=[-1, 3, 4]), TypeError, "counts=[-1, 3, 4]"),
-    "counts type": (lambda c: c.all_gather(_t(6), _t(2), counts="abc"), TypeError, "counts="),
-    "counts sum": (lambda c: c.all_gather(_t(6), _t(2), counts=[2, 2, 3]), ValueError, "expected"),
-    "algorithm": (lambda c: c.all_reduce(_t(), algorithm="quick"), ValueError, "'quick' is not one of"),
-    "algorithm type": (lambda c: c.all_reduce(_t(), algorithm=5), TypeError, "algorithm=5"),
-    "its algorithm": (
-        lambda c: c.broadcast(_t(), algorithm="one_shot"),
-        ValueError,
-        "not one of broadcast's",
-    ),
-    "deterministic": (
-        lambda c: c.all_reduce(_t(), algorithm="ring", deterministic=True),
-        ValueError,
-        "'ring' does not reduce in the deterministic order",
-    ),
-    "timeout": (lambda c: c.all_reduce(_t(), timeout=0), ValueError, "timeout must be positive"),
-    "timeout type": (lambda c: c.all_reduce(_t(), timeout="soon"), TypeError, ""),
-    "keyword": (lambda c: c.broadcast(_t(), colour="red"), TypeError, "colour='red'"),
-    "gather output": (lambda c: c.gather(_t(2), None, c.rank), ValueError, "needs output="),
-    "scatter input": (lambda c: c.scatter(_t(2), None, c.rank), ValueError, "needs input="),
-    "a list of none": (lambda c: c.all_gather([None] * 3, _t(2)), TypeError, "all_gather: element 0: output"),
-    "list parts": (lambda c: c.reduce_scatter(_t(2), [_t(2), 5, _t(2)]), TypeError, "element 1"),
-    "blocks": (lambda c: c.all_to_all([1, 2, 3], [_t(2)] * 3), TypeError, "list of tensors"),
-    "splits": (lambda c: c.all_to_all(_t(), _t(), [1, 1, 1], [2, 2, 2]), ValueError, "output_split_sizes"),
-    "split list": (lambda c: c.all_to_all([_t(2)] * 2, [_t(2)] * 3), ValueError, "3 tensors"),
-    "split type": (lambda c: c.all_to_all(_t(), _t(), ["a", 1, 2], None), TypeError, ""),
-    "all_to_all": (lambda c: c.all_to_all(_t(7), _t(7)), ValueError, "does not divide over 3 ranks"),
-    "grad": (lambda c: c.all_reduce(torch.ones(3, requires_grad=True)), ValueError, "requires grad"),
-    "empty list": (lambda c: c.all_reduce([]), ValueError, "empty list"),
-    "sparse": (lambda c: c.all_reduce(torch.eye(3).to_sparse()), TypeError, "dense"),
-    "color": (lambda c: c.split(-1), ValueError, "color"),
-    "color type": (lambda c: c.split("red"), ValueError, "color"),
-    "key": (lambda c: c.split(0, 1.5), ValueError, "key"),
-    "ranks": (lambda c: c.new_group([0, 0]), ValueError, "distinct"),
-    "ranks type": (lambda c: c.new_group("ab"), ValueError, "new_group"),
-    "no ranks": (lambda c: c.new_group(3), ValueError, "new_group"),
-}
-
-
-def refused_by_one(rank: int, size: int, names: list[str]) -> None:
-    with pycomm.init(timeout=20) as comm:
-        for i, name in enumerate(names):
-            call, kind, text = BAD[name]
-            culprit = i % size
-            try:
-                call(comm) if rank == culprit else comm.barrier()
-            except Exception as error:
-                told = f"{name}: {type(error).__name__}: {error}"
-                if rank == culprit:
-                    assert isinstance(error, kind), told
-                    assert not isinstance(error, pycomm.CommError), told
-                    assert text in str(error), told
-                else:
-                    assert type(error) is pycomm.CommError, told
-                    assert f"rank {culprit} refused its call" in str(error), told
-                    assert text in str(error), told
-                    assert "stays usable" in str(error), told
-            else:
-                raise AssertionError(f"{name}: nothing was raised on rank {rank}")
-            assert comm.all_reduce(torch.full((5,), float(i))).tolist() == [3.0 * i] * 5, name
+from refusal_cases import CALLS, VALUES, _t, refused_by_one
 
 
 def test_one_rank_makes_a_bad_call() -> None:
-    run_ranks(3, refused_by_one, list(BAD), timeout=100)
+    run_ranks(3, refused_by_one, list(VALUES), timeout=100)
+
+
+def test_one_rank_makes_a_call_that_there_is_not() -> None:
+    run_ranks(2, refused_by_one, list(CALLS), timeout=100)
 
 
 def refused_by_all(rank: int, size: int) -> None:
     with pycomm.init(timeout=20) as comm:
-        for name, (call, kind, _) in BAD.items():
+        for name, (call, kind, _) in VALUES.items():
             try:
                 call(comm)
             except Exception as error:
@@ -127,7 +37,7 @@ def refused_by_all(rank: int, size: int) -> None:
             with raises(ValueError, "quick"):
                 comm.all_reduce(_t(), algorithm="quick")
         elif rank == 1:
-            with raises(ValueError, "rank 9"):
+            with raises(ValueError, "got 9"):
                 comm.broadcast(_t(), 9)
         else:
             with raises(pycomm.CommError, "refused its call"):
@@ -184,7 +94,7 @@ def alone(rank: int, size: int) -> None:
     """One rank: the same arguments are wrong, and the same calls work."""
     with pycomm.init() as comm:
         for name in ("op", "dtype", "not a tensor", "out size", "root type", "algorithm", "keyword", "grad"):
-            call, kind, _ = BAD[name]
+            call, kind, _ = (VALUES | CALLS)[name]
             try:
                 call(comm)
             except kind:
@@ -202,19 +112,125 @@ def arena_limit(rank: int, size: int) -> None:
     with pycomm.init(timeout=20) as comm:
         with raises(pycomm.CommError, "shared arena", "PYCOMM_ARENA_MAX"):
             comm.empty(1 << 30)
-        for bad in ((-1,), (2, -3), ("a",), ([2, -1],)):
-            with raises(ValueError, "sizes must be integers"):
+        for bad in ((-1,), (2, -3), ([2, -1],)):
+            with raises(ValueError, "empty: a size must be an integer in [0, 2^63), got -"):
                 comm.empty(*bad)
+        for wrong in (("a",), (1.5,), (2, None), ([[2]],)):
+            with raises(TypeError, "empty: a size must be an integer in [0, 2^63), got"):
+                comm.empty(*wrong)
         for huge in ((2**40, 2**40), (2**62,)):
             with raises(ValueError, "too many bytes"):
                 comm.empty(*huge)
-        with raises(TypeError, "not supported"):
+        with raises(TypeError, "empty: dtype torch.uint16 is not supported; supported are float64"):
             comm.empty(3, dtype=torch.uint16)
-        with raises(ValueError, "timeout"):
+        with raises(TypeError, "empty: dtype must be a torch.dtype, got 'float32'"):
+            comm.empty(3, dtype="float32")
+        with raises(ValueError, "timeout must be positive seconds, got 0.0"):
             comm.timeout = 0.0
+        with raises(TypeError, "deterministic must be True or False, got 'no'"):
+            comm.deterministic = "no"
+        with raises(TypeError, "abort: reason must be a string, got 3"):
+            comm.abort(3)
         comm.barrier()
 
 
 def test_arena_tensors_that_cannot_be() -> None:
     run_ranks(2, arena_limit, env={"PYCOMM_ARENA_MAX": str(64 << 20)})
     assert "PYCOMM_ARENA_MAX" not in os.environ
+
+
+def transfers(rank: int, size: int) -> None:
+    """Wrong arguments of send and recv: nobody else is in the call, so the others hear nothing."""
+    with pycomm.init(timeout=20) as comm:
+        t = _t(2)
+        for name, wrong in {
+            "send": [lambda **k: comm.send(t, 1 - rank, **k), lambda **k: comm.send(t, **k)],
+            "isend": [lambda **k: comm.isend(t, 1 - rank, **k), lambda **k: comm.isend(t, **k)],
+            "recv": [lambda **k: comm.recv(t, **k), lambda **k: comm.recv(t, **k)],
+            "irecv": [lambda **k: comm.irecv(t, **k), lambda **k: comm.irecv(t, **k)],
+        }.items():
+            call, to = wrong
+            peer, more = ("dst", "") if "send" in name else ("src", ", or None or -1 for any")
+            for tag in (-1, 2**31, 2**40, 2**70):
+                with raises(ValueError, f"{name}: tag must be an integer in [0, 2^31), got {tag}"):
+                    call(tag=tag)
+            for kind in ("a", 0.5, None, True):
+                with raises(TypeError, f"{name}: tag must be an integer in [0, 2^31), got {kind!r}"):
+                    call(tag=kind)
+            for number in (2, -2, 2**40):
+                with raises(ValueError, f"{name}: {peer} must be a rank in [0, 2){more}, got {number}"):
+                    to(**{peer: number})
+            for kind in ("a", 0.5, False, [0]):
+                with raises(TypeError, f"{name}: {peer} must be a rank in [0, 2){more}, got {kind!r}"):
+                    to(**{peer: kind})
+            for kind, got in ((ValueError, 0), (ValueError, -3.0), (TypeError, "1"), (TypeError, True)):
+                with raises(kind, f"{name}: timeout must be positive seconds, got {got!r}"):
+                    call(timeout=got)
+            with raises(TypeError, "unexpected keyword argument 'group'"):
+                call(group=None)
+        for missing in (lambda: comm.send(t), lambda: comm.send(t, None), lambda: comm.send(t, -1)):
+            try:
+                missing()
+            except (TypeError, ValueError) as error:
+                assert "dst" in str(error), error
+            else:
+                raise AssertionError("a send to nobody was accepted")
+        with raises(TypeError, "torch.Tensor"):
+            comm.send([t], 1 - rank)
+        with raises(TypeError, "torch.Tensor"):
+            comm.recv(None)
+        # Nothing was sent or waits; None and -1 are any source, and the largest tag is one.
+        for source in (None, -1):
+            work = comm.isend(torch.full((2,), float(rank)), 1 - rank, 2**31 - 1)
+            assert comm.recv(t, source, 2**31 - 1, timeout=float("inf")) == 1 - rank
+            assert t.tolist() == [1.0 - rank] * 2
+            work.wait()
+        comm.barrier()
+
+
+def test_wrong_arguments_of_transfers() -> None:
+    run_ranks(2, transfers)
+
+
+#: what every method takes: names, "*" before those that are given by name only
+SIGNATURES = {
+    "all_reduce": "tensor op * out async_op algorithm deterministic timeout",
+    "reduce_scatter": "output input op * counts async_op algorithm deterministic timeout",
+    "all_gather": "output input * counts async_op algorithm timeout",
+    "broadcast": "tensor src * async_op algorithm timeout",
+    "reduce": "tensor dst op * out async_op algorithm deterministic timeout",
+    "gather": "tensor output dst * counts async_op algorithm timeout",
+    "scatter": "output input src * counts async_op algorithm timeout",
+    "all_to_all": "output input output_split_sizes input_split_sizes * async_op timeout",
+    "barrier": "* async_op timeout",
+    "empty": "shape dtype",
+    "split": "color key",
+    "new_group": "ranks",
+    "send": "tensor dst tag * timeout",
+    "recv": "tensor src tag * timeout",
+    "isend": "tensor dst tag * timeout",
+    "irecv": "tensor src tag * timeout",
+    "tune": "seconds",
+    "close": "",
+    "abort": "reason",
+}
+
+
+def test_signatures_are_exact_and_documented() -> None:
+    public = {n for n, f in inspect.getmembers(pycomm.Communicator, callable) if not n.startswith("_")}
+    assert public == set(SIGNATURES)
+    for name, wanted in SIGNATURES.items():
+        method = getattr(pycomm.Communicator, name)
+        parameters = list(inspect.signature(method).parameters.values())[1:]
+        text = []
+        for before, p in zip([None, *parameters], parameters, strict=False):
+            named = p.kind is p.KEYWORD_ONLY and (before is None or before.kind is p.POSITIONAL_OR_KEYWORD)
+            text += ["*", p.name] if named else [p.name]
+        assert " ".join(text) == wanted, name
+        doc = inspect.getdoc(method) or ""
+        arguments, _, rest = doc.partition("Args:")[2].partition("Example:")
+        for p in parameters:
+            assert p.name in arguments, f"{name} does not document {p.name}"
+        assert ">>> " in (rest or doc), f"{name} has no example"
+        assert "Raises:" in doc, f"{name} does not say what it raises"
+        assert "Returns:" in doc or name in ("send", "tune", "close", "abort"), f"{name}: returns what?"
