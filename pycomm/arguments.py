@@ -156,10 +156,10 @@ def sizes(name: str, values: Any, size: int) -> list[int] | None:
         return None
     given = list(values) if isinstance(values, Iterable) and not isinstance(values, (str, bytes)) else [None]
     numbers = [n for n in map(_as_integer, given) if n is not None]
-    if len(numbers) == len(given) == size and all(0 <= n < 2**63 for n in numbers):
+    if len(numbers) == len(given) == size and all(0 <= n < 2**64 for n in numbers):
         return numbers
     kind = TypeError if len(numbers) < len(given) else ValueError
-    raise kind(f"{name} must be {size} integers >= 0, one for each rank, got {short(values)}")
+    raise kind(f"{name} must be {size} integers in [0, 2^64), one for each rank, got {short(values)}")
 
 
 def seconds(name: str, value: Any) -> float:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pycomm.communicator import KINDS, Communicator
+from pycomm.calling import KINDS
+from pycomm.communicator import Communicator
 from pycomm.optim import scaling_of
 
 if TYPE_CHECKING:

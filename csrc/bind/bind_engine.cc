@@ -1,6 +1,6 @@
 // The communicator in Python: one generic `call`, point-to-point, and arena tensors.
 //
-// Arguments arrive checked for meaning by pycomm/communicator.py; what is checked here is what only C++ sees
+// Arguments arrive checked for meaning by pycomm/arguments.py; what is checked here is what only C++ sees
 // cheaply: the tensors. A call that fails its checks is refused to the peers (Engine::refuse) and raises.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

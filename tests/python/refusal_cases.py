@@ -58,12 +58,12 @@ VALUES: dict[str, Case] = {
     "counts length": (
         lambda c: c.all_gather(_t(6), _t(2), counts=[2, 4]),
         ValueError,
-        "counts must be 3 integers >= 0, one for each rank, got [2, 4]",
+        "counts must be 3 integers in [0, 2^64), one for each rank, got [2, 4]",
     ),
     "counts sign": (
         lambda c: c.all_gather(_t(6), _t(2), counts=[-1, 3, 4]),
         ValueError,
-        "counts must be 3 integers >= 0",
+        "counts must be 3 integers in [0, 2^64)",
     ),
     "counts type": (
         lambda c: c.all_gather(_t(6), _t(2), counts="abc"),
@@ -179,8 +179,13 @@ CALLS: dict[str, Case] = {
         f"{m} deterministic type": _wrong(m, "deterministic", "yes", TypeError, "True, False or None")
         for m in _REDUCING
     },
-    **{f"{m} counts type": _wrong(m, "counts", [1.5, 2], TypeError, "2 integers >= 0") for m in _PARTED},
-    **{f"{m} counts number": _wrong(m, "counts", [6], ValueError, "2 integers >= 0") for m in _PARTED},
+    **{
+        f"{m} counts type": _wrong(m, "counts", [1.5, 2], TypeError, "2 integers in [0, 2^64)")
+        for m in _PARTED
+    },
+    **{
+        f"{m} counts number": _wrong(m, "counts", [6], ValueError, "2 integers in [0, 2^64)") for m in _PARTED
+    },
     "no arguments": (
         lambda c: c.all_reduce(),
         TypeError,
@@ -218,7 +223,7 @@ CALLS: dict[str, Case] = {
     "input splits": (
         lambda c: c.all_to_all(_t(), _t(), None, 3),
         TypeError,
-        "all_to_all: input_split_sizes must be 2 integers >= 0, one for each rank, got 3",
+        "all_to_all: input_split_sizes must be 2 integers in [0, 2^64), one for each rank, got 3",
     ),
     "split float": (
         lambda c: c.all_to_all(_t(), _t(), [3.0, 3.0]),
