@@ -94,7 +94,9 @@ class Logging:
             indices = [" ".join(map(str, bucket.indices)) for bucket in buckets]
             data["rebuilt_bucket_sizes"] = sizes
             data["rebuilt_per_bucket_param_indices"] = ", ".join(indices)
-            data["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.last_order))
+            data["prev_iteration_grad_ready_order_indices"] = ", ".join(
+                map(str, dict.fromkeys(reducer.last_order))
+            )
         return data | times.as_logged()
 
 

@@ -75,7 +75,7 @@ class Reducer:
         """What the last forward was told, when none of its outputs could take a hook."""
         self.after: Callable[[], None] | None = None
         """Called when gradients are averaged (optimizers that step in backward)."""
-        self.used: tuple[int, ...] | None = None
+        self.used: set[int] | None = None
         """The parameters whose gradients came in the last synchronised backward, None before the first."""
         self.last_order: list[int] = []
         self.n_ranks_used = torch.zeros(0, dtype=torch.int32)
@@ -335,10 +335,9 @@ class Reducer:
                 self.whole |= Whole.CHANGED
             self.whole |= whole
             n_problems = self.times.exchange(self.comm, len(self.problems) + int(self.whole))
-            used = tuple(sorted(self._came))
-            self.is_static = self.is_static and self.used in (None, used)
-            self.used = used
-            self.last_order = list(dict.fromkeys(came))
+            self.is_static = self.is_static and (self.used is None or self.used == self._came)
+            self.used = self._came
+            self.last_order = came.copy()
             self.n_ranks_used = torch.full((plan.n,), self.comm.size, dtype=torch.int32)
             has_changed = n_problems > 0 and ddp_resolve.resolve(self)
             if plan.is_learning and not has_changed:
