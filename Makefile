@@ -43,7 +43,7 @@ $(READY): requirements-dev.txt pyproject.toml setup.py
 
 # $(call configure,preset,options): CMake with this virtual environment's tools.
 configure = rm -f build/$(1)/CMakeCache.txt && $(BIN)/cmake --preset $(1) -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja \
-  -DPython_EXECUTABLE=$(BIN)/python -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) --log-level=NOTICE --no-warn-unused-cli $(2)
+  -DPython_EXECUTABLE=$(BIN)/python -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) --log-level=NOTICE -Wno-unused-cli $(2)
 
 build: $(READY)
 	@$(call configure,dev,$(REQUIRED))

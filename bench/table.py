@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
+import shutil
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -159,6 +161,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="all reports, a list, rewritten after each launch")
     parser.add_argument("--markdown", type=Path, help="the table so far, likewise; printed at the end")
     args = parser.parse_args()
+    has_mpi = importlib.util.find_spec("mpi4py") is not None and shutil.which("mpirun") is not None
+    if not args.no_mpi and not has_mpi:
+        parser.error("the peer Open MPI needs mpi4py and mpirun: install them, or give --no-mpi")
     two_rank_peers = ("gloo",) if args.no_mpi else ("gloo", "mpi")
     reports: list[Report] = []
     late = late_peer_shares()

@@ -10,6 +10,10 @@ torch is imported with the first name that needs it, so that the command line st
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pycomm.errors import CommError, CommTimeoutError, MismatchError, PeerLostError, ScheduleError
@@ -19,6 +23,15 @@ if TYPE_CHECKING:
     from pycomm.ddp import DistributedDataParallel
     from pycomm.initialize import init
     from pycomm.work import Work
+
+# Where nothing was built, Python takes the folder of the extension's stubs for a package without contents.
+_spec = importlib.util.find_spec("pycomm._C")
+if _spec is None or _spec.origin is None:
+    raise ImportError(
+        "pycomm's C++ extension was not built for this Python "
+        f"({sys.version_info[0]}.{sys.version_info[1]}, in {Path(__file__).parent}): run `make build` or "
+        "`pip install -e .` in the source folder, or leave it to import an installed pycomm"
+    )
 
 _LAZY = {
     "Communicator": "pycomm.communicator",
@@ -41,10 +54,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("pycomm-collectives")
+        except PackageNotFoundError:  # on the path, but not installed
+            return "not installed"
     if name not in _LAZY:
         raise AttributeError(f"module 'pycomm' has no attribute {name!r}")
-    import importlib
-
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

@@ -5,9 +5,13 @@
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "C++ core of pycomm; use the pycomm package, not this module.";
-  pycomm::bind_schedule(m);
-  pycomm::bind_kernels(m);
-  pycomm::bind_bucket(m);
-  pycomm::bind_engine(m);
-  pycomm::bind_probe(m);
+  try {
+    pycomm::bind_schedule(m);
+    pycomm::bind_kernels(m);
+    pycomm::bind_bucket(m);
+    pycomm::bind_engine(m);
+    pycomm::bind_probe(m);
+  } catch (const pybind11::error_already_set& e) {
+    throw pybind11::import_error(e.what());  // else the last line that a user sees is "initialization failed"
+  }
 }

@@ -7,7 +7,7 @@ command that needs it, not by this module; a command whose file imports torch is
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 import typer.core
@@ -44,6 +44,23 @@ app = typer.Typer(
 )
 app.add_typer(schedule.app, name="schedule")
 app.command()(tune)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        import pycomm
+
+        typer.echo(f"pycomm {pycomm.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

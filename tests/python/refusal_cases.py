@@ -26,7 +26,11 @@ Case = tuple[Callable[[Comm], Any], type[Exception], str]
 VALUES: dict[str, Case] = {
     "op": (lambda c: c.all_reduce(_t(), "mean"), ValueError, "op must be one of"),
     "op type": (lambda c: c.reduce_scatter(_t(2), _t(), 3), ValueError, "op must be one of"),
-    "dtype": (lambda c: c.all_reduce(torch.ones(3, dtype=torch.uint16)), TypeError, "dtype is not supported"),
+    "dtype": (
+        lambda c: c.all_reduce(torch.ones(3, dtype=torch.uint16)),
+        TypeError,
+        "dtype torch.uint16 is not supported",
+    ),
     "dtypes": (lambda c: c.all_reduce(_t(), out=torch.ones(6).double()), TypeError, "input is float32"),
     "device": (lambda c: c.all_reduce(torch.ones(3, device="meta")), TypeError, "meta"),
     "not a tensor": (lambda c: c.all_reduce([1.0, 2.0]), TypeError, "torch.Tensor"),
