@@ -23,14 +23,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from as_ranks import run_as_ranks
 
 CALIBRATED = "halving_doubling"
 PREDICTED = ("ring", "direct")
@@ -120,21 +119,7 @@ class Model:
 def start(n_ranks: int, result: Path) -> None:
     """Runs this file as every rank, and raises if one fails."""
     with tempfile.TemporaryDirectory(prefix="pycomm-cost-") as folder:
-        ranks = []
-        for rank in range(n_ranks):
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(n_ranks),
-                "PYCOMM_RUN_DIR": folder,
-                "PYCOMM_TUNE": "off",
-                "OMP_NUM_THREADS": "1",
-            }
-            command = [sys.executable, __file__, "--as-rank", str(result)]
-            ranks.append(subprocess.Popen(command, env=environment))
-        codes = [process.wait() for process in ranks]
-    if any(codes):
-        raise SystemExit(f"bench/cost.py: exit codes of the ranks: {codes}")
+        run_as_ranks(n_ranks, folder, __file__, "--as-rank", str(result), PYCOMM_TUNE="off")
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from as_ranks import run_as_ranks
 
 GPT_SIZES = {"n_layers": 5, "n_heads": 8, "n_channels": 528, "n_positions": 128}  # 16.9 million parameters
 KINDS = ("plain", "pycomm", "torch")
@@ -139,21 +140,9 @@ def launch(line: int, kinds: tuple[str, ...], n_ranks: int, n_steps: int) -> dic
     """One run in fresh processes, as rank 0 reported it."""
     with tempfile.TemporaryDirectory(prefix="pycomm-ddp-") as folder:
         result = Path(folder, "result.json")
-        ranks = []
-        for rank in range(n_ranks):
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(n_ranks),
-                "PYCOMM_RUN_DIR": folder,
-                "OMP_NUM_THREADS": "1",
-            }
-            command = [sys.executable, __file__, "--as-rank", str(result), "--line", str(line)]
-            command += ["--kinds", ",".join(kinds), "--steps", str(n_steps)]
-            ranks.append(subprocess.Popen(command, env=environment))
-        codes = [process.wait() for process in ranks]
-        if any(codes):
-            raise SystemExit("bench/ddp.py: a rank failed; its message is above")
+        arguments = ["--as-rank", str(result), "--line", str(line)]
+        arguments += ["--kinds", ",".join(kinds), "--steps", str(n_steps)]
+        run_as_ranks(n_ranks, folder, __file__, *arguments)
         report: dict[str, Any] = json.loads(result.read_text())
         return report
 

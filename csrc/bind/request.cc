@@ -111,13 +111,17 @@ uint64_t sum(const std::vector<uint64_t>& v) {
   return n;
 }
 
+// Collectives that cut the vector into one part for each rank, of which a rank gives or gets its own.
+bool is_parted(CallKind kind) {
+  return kind == CallKind::kReduceScatter || kind == CallKind::kAllGather || kind == CallKind::kGather ||
+         kind == CallKind::kScatter;
+}
+
 // Options that the kind does not have are refused, not ignored.
 Status check_options(CallKind kind, const Options& o) {
-  const bool parted = kind == CallKind::kReduceScatter || kind == CallKind::kAllGather ||
-                      kind == CallKind::kGather || kind == CallKind::kScatter;
   const bool all_to_all = kind == CallKind::kAllToAll;
   const char* wrong = nullptr;
-  if (!o.counts.empty() && !parted) wrong = "counts";
+  if (!o.counts.empty() && !is_parted(kind)) wrong = "counts";
   if ((!o.send_counts.empty() || !o.recv_counts.empty()) && !all_to_all) wrong = "split sizes";
   if (o.algorithm && (all_to_all || kind == CallKind::kBarrier)) wrong = "algorithm";
   if (wrong == nullptr) return Status();
@@ -163,9 +167,7 @@ Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject*
   const auto n = static_cast<uint64_t>(self.comm->size());
   if (kind == CallKind::kAllReduce || kind == CallKind::kReduce) call.sig.count = call.in.n_elems();
   if (kind == CallKind::kBroadcast) call.sig.count = call.out.n_elems();
-  const bool parted = kind == CallKind::kReduceScatter || kind == CallKind::kAllGather ||
-                      kind == CallKind::kGather || kind == CallKind::kScatter;
-  if (parted) {
+  if (is_parted(kind)) {
     if (o.counts.empty()) {
       const bool whole_in = kind == CallKind::kReduceScatter;
       const bool part_in = kind == CallKind::kAllGather || kind == CallKind::kGather;

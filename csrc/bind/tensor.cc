@@ -78,13 +78,20 @@ dlpack::DataType dlpack_of(DType t) {
   return {};
 }
 
-Status unsupported_dtype(const char* what, const std::string& dtype) {
-  return Status::error(
+Status unsupported_dtype(const char* what, PyObject* tensor) {
+  PyObject* dtype = PyObject_GetAttr(tensor, str_dtype);
+  PyObject* name = dtype != nullptr ? PyObject_Str(dtype) : nullptr;
+  const char* shown = name != nullptr ? PyUnicode_AsUTF8(name) : nullptr;
+  Status s = Status::error(
       Code::kType,
       format(
           "%s: dtype %s is not supported; supported are float64, float32, float16, bfloat16, float8_e4m3fn, "
           "float8_e5m2, int8, int16, int32, int64, uint8, bool, complex64, complex128",
-          what, dtype.c_str()));
+          what, shown != nullptr ? shown : "of this tensor"));
+  Py_XDECREF(name);
+  Py_XDECREF(dtype);
+  PyErr_Clear();
+  return s;
 }
 Status wrong_device(const char* what) {
   return Status::error(
@@ -146,16 +153,7 @@ Status view_by_api(PyObject* tensor, const char* what, TensorView* view, Layout*
   }
   if (t.device.device_type != dlpack::kCpu && t.device.device_type != dlpack::kCudaHost)
     return wrong_device(what);
-  if (!dtype_of(t.dtype, &view->dtype)) {
-    PyObject* name = PyObject_GetAttr(tensor, str_dtype);
-    PyObject* text = name != nullptr ? PyObject_Str(name) : nullptr;
-    const char* shown = text != nullptr ? PyUnicode_AsUTF8(text) : nullptr;
-    Status s = unsupported_dtype(what, shown != nullptr ? shown : "of this tensor");
-    Py_XDECREF(text);
-    Py_XDECREF(name);
-    PyErr_Clear();
-    return s;
-  }
+  if (!dtype_of(t.dtype, &view->dtype)) return unsupported_dtype(what, tensor);
   if (!contiguous(t, &view->n_elems)) *layout = Layout::kNeedsStaging;
   view->data = static_cast<char*>(t.data) + t.byte_offset;
   return Status();
@@ -181,11 +179,8 @@ Status view_by_attributes(PyObject* tensor, const char* what, TensorView* view, 
     view->dtype = static_cast<DType>(i);
     known = true;
   }
-  const char* text = PyUnicode_AsUTF8(name);
-  const std::string shown = text != nullptr ? text : "of this tensor";
-  PyErr_Clear();
   Py_DECREF(name);
-  if (!known) return unsupported_dtype(what, shown);
+  if (!known) return unsupported_dtype(what, tensor);
   const int plain = truth(PyObject_CallMethodNoArgs(tensor, str_is_contiguous));
   if (plain < 0) return python_error(what);
   if (plain == 0) *layout = Layout::kNeedsStaging;

@@ -36,7 +36,6 @@ class Engine {
   Status refuse(const std::string& why, CallerHooks* hooks, double timeout_s);
   // Does the call's algorithm combine all operands in one place (so that it rounds once)?
   Status reduces_at_once(const Call& call, bool* out);
-  uint32_t calls() const { return call_; }
 
  private:
   struct Partition;

@@ -55,17 +55,13 @@ class Group {
   Status failure() const;  // ok while usable
   bool failed() const { return failed_.load(std::memory_order_acquire); }
 
-  // Number of this rank's latest collective, for the texts of errors.
-  uint32_t calls() const { return calls_.load(std::memory_order_relaxed); }
-  void set_calls(uint32_t n) { calls_.store(n, std::memory_order_relaxed); }
-
   // What makes it hopeless to wait for `peer` (-1: any of them): a rank that failed, or the peer has gone.
   // `progress` is added where this rank saw it first.
   Status trouble(int peer, const std::string& here, const std::string& progress) const;
 
   // "rank 3 (host b, pid 811, sleeping)"
   std::string describe(int q) const;
-  // What q entered last: "all_reduce/ring(…) #1042". Its head shows 16 bits of the number; ours is near it.
+  // What q entered last: "all_reduce/ring(…) #1042".
   std::string last_call(int q) const;
 
  private:
@@ -81,7 +77,6 @@ class Group {
   std::vector<Control*> controls_;
   std::vector<std::byte*> bases_;
   std::atomic<bool> failed_{false};
-  std::atomic<uint32_t> calls_{0};
   mutable std::mutex failure_mutex_;
   Status failure_;
 };

@@ -204,7 +204,7 @@ Status Engine::run(const Call& call, CallerHooks* hooks, double timeout_s) {
   const Plan* plan = nullptr;
   const bool planned = call.sig.kind != CallKind::kAllToAll && call.sig.kind != CallKind::kBarrier;
   if (planned) PYCOMM_RETURN_IF_ERROR(plan_for(call, call.sig.algorithm, PlanMode::kTiled, &plan));
-  group_.set_calls(++call_);
+  call_++;
   Run run(call, group_, hooks, timeout_s, call_, planned ? plan->n_parts : 1);
   run.plan = plan;
   Status s = planned                               ? run_collective(run)
@@ -241,7 +241,7 @@ Status Engine::refuse(const std::string& why, CallerHooks* hooks, double timeout
   if (group_.failed()) return group_.failure();
   Call call;
   call.sig.kind = CallKind::kRefused;
-  group_.set_calls(++call_);
+  call_++;
   Run run(call, group_, hooks, timeout_s, call_, 1);
   Status s = free_slot(run, 0);
   if (!s.ok()) {
