@@ -49,7 +49,7 @@ def assert_same_bits(by_rank):
 
 
 def assert_within_bound(found, steps, compression):
-    """The bound of pycomm/ddp_wire.py, with the steps' gradients all in one bucket."""
+    """The bound of pycomm/ddp/wire.py, with the steps' gradients all in one bucket."""
     u = UNIT_ROUNDOFF[compression]
     agreed = torch.cat([tensor for tensors in steps[0] for tensor in tensors]).abs().max()
     for step, (got, given) in enumerate(zip(found, steps, strict=True)):

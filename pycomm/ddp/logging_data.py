@@ -12,7 +12,7 @@ from torch import nn
 from pycomm.communicator import Communicator
 
 if TYPE_CHECKING:
-    from pycomm.ddp_reducer import Reducer
+    from pycomm.ddp.reducer import Reducer
 
 __all__ = ["Logging"]
 

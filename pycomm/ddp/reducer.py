@@ -8,13 +8,13 @@ each came.
 
 A gradient that did not come, or cannot be reduced, does not stop the sequence: a *stand-in* (what the
 parameter's gradient already holds, else zeros) takes its place, so that every rank makes the same calls in
-every backward. Where the status is not zero, and only there, pycomm/ddp_resolve.py settles it on all ranks
+every backward. Where the status is not zero, and only there, pycomm/ddp/resolve.py settles it on all ranks
 alike.
 
-**When a backward is one of ours.** A hook on every output of a forward (pycomm/ddp_sinks.py) says so, with
+**When a backward is one of ours.** A hook on every output of a forward (pycomm/ddp/sinks.py) says so, with
 what that forward was told (no_sync, weights); where none is met (``ddp.module(x)``), the first gradient
-says so. The
-*outermost* backward counts: a reentrant checkpoint's own backward ends without a reduction.
+says so. The *outermost*
+backward counts: a reentrant checkpoint's own backward ends without a reduction.
 
 The first backward is reduced at its end. It shows in which order and how often gradients come; buckets are
 then built again in the order of rank 0. Everything here runs on the thread that calls backward.
@@ -30,16 +30,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from pycomm import ddp_resolve
 from pycomm.communicator import Communicator
-from pycomm.ddp_agree import in_memory_order
-from pycomm.ddp_plan import Bucket, Plan, Settings, build
-from pycomm.ddp_problems import Problem, Whole
-from pycomm.ddp_sinks import Forward, defer
-from pycomm.ddp_sparse import reduce_loose
-from pycomm.ddp_stats import Times
-from pycomm.ddp_structure import Structure
-from pycomm.ddp_tally import IDLE, LOCAL, REDUCING, Tally, make_hook
+from pycomm.ddp import resolve as resolution
+from pycomm.ddp.agree import in_memory_order
+from pycomm.ddp.plan import Bucket, Plan, Settings, build
+from pycomm.ddp.problems import Problem, Whole
+from pycomm.ddp.sinks import Forward, defer
+from pycomm.ddp.sparse import reduce_loose
+from pycomm.ddp.stats import Times
+from pycomm.ddp.structure import Structure
+from pycomm.ddp.tally import IDLE, LOCAL, REDUCING, Tally, make_hook
 
 __all__ = ["Reducer"]
 
@@ -216,7 +216,7 @@ class Reducer:
             for bucket in plan.buckets:
                 bucket.wire.finish()
             has_problems = self.times.exchange(self.comm, 0) > 0
-            has_changed = has_problems and ddp_resolve.resolve(self)
+            has_changed = has_problems and resolution.resolve(self)
             for index, average in () if has_problems else self.stand_ins.items():
                 self.parameters[index].grad = average
             if plan.is_learning and not has_changed:
@@ -339,7 +339,7 @@ class Reducer:
             self.used = self._came
             self.last_order = came.copy()
             self.n_ranks_used = torch.full((plan.n,), self.comm.size, dtype=torch.int32)
-            has_changed = n_problems > 0 and ddp_resolve.resolve(self)
+            has_changed = n_problems > 0 and resolution.resolve(self)
             if plan.is_learning and not has_changed:
                 self._learn(came)
             self.new = set()

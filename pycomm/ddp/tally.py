@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 if TYPE_CHECKING:
-    from pycomm.ddp_plan import Plan
-    from pycomm.ddp_reducer import Reducer
+    from pycomm.ddp.plan import Plan
+    from pycomm.ddp.reducer import Reducer
 
 __all__ = ["IDLE", "LOCAL", "REDUCING", "Tally", "make_hook"]
 

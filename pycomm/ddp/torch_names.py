@@ -24,16 +24,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pycomm.communicator import Communicator
-from pycomm.ddp_arguments import Arguments, communicator_for
-from pycomm.ddp_buffers import Buffers
-from pycomm.ddp_facts import Facts
-from pycomm.ddp_join import Joining
-from pycomm.ddp_logging import Logging
-from pycomm.ddp_reducer import Reducer
-from pycomm.ddp_sinks import Forward, Sinks
-from pycomm.ddp_sync_batch_norm import has_sync_batch_norm
-from pycomm.ddp_weights import Weighing
-from pycomm.ddp_wire import Compression
+from pycomm.ddp.arguments import Arguments, communicator_for
+from pycomm.ddp.buffers import Buffers
+from pycomm.ddp.facts import Facts
+from pycomm.ddp.join import Joining
+from pycomm.ddp.logging_data import Logging
+from pycomm.ddp.reducer import Reducer
+from pycomm.ddp.sinks import Forward, Sinks
+from pycomm.ddp.sync_batch_norm import has_sync_batch_norm
+from pycomm.ddp.weights import Weighing
+from pycomm.ddp.wire import Compression
 
 __all__ = ["NotTraced", "ReducerNames", "TorchNames"]
 
@@ -123,7 +123,7 @@ class ReducerNames:
 
 
 class TorchNames(Joining, Weighing, Buffers, Facts, Logging, nn.parallel.DistributedDataParallel):
-    """Attributes and methods under torch's names; the wrapper itself is in pycomm/ddp.py."""
+    """Attributes and methods under torch's names; the wrapper itself is in pycomm/ddp/wrapper.py."""
 
     communicator: Communicator
     _reducer: Reducer | None
@@ -178,7 +178,7 @@ class TorchNames(Joining, Weighing, Buffers, Facts, Logging, nn.parallel.Distrib
         self._set_up()
 
     def _set_up(self) -> None:
-        raise NotImplementedError  # in pycomm/ddp.py
+        raise NotImplementedError  # in pycomm/ddp/wrapper.py
 
     @property
     def broadcast_buffers(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pycomm.communicator import Communicator
-from pycomm.ddp_agree import broadcast_tensors
+from pycomm.ddp.agree import broadcast_tensors
 
 __all__ = ["Buffers"]
 
@@ -29,7 +29,7 @@ class Buffers:
     named_module_buffers: Any
 
     def _authoritative(self) -> int:
-        raise NotImplementedError  # in pycomm/ddp_join.py
+        raise NotImplementedError  # in pycomm/ddp/join.py
 
     def _assign_modules_buffers(self) -> None:
         self.named_module_buffers = {

@@ -3,7 +3,7 @@
 Words: a *bucket* is a list of parameters whose gradients are reduced by one call; the *order* is a
 permutation of the parameters in which their gradients are expected (first the reverse of their
 registration, then the order in which they came); a parameter is *loose* when its gradient is sparse on some
-rank: it is in no bucket, and pycomm/ddp_sparse.py reduces it at the end. ``left`` counts down, bucket by
+rank: it is in no bucket, and pycomm/ddp/sparse.py reduces it at the end. ``left`` counts down, bucket by
 bucket, the gradients that are still to come in this backward; hooks hold these lists, so they are changed
 in place and never replaced.
 """
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from pycomm import _C
 from pycomm.communicator import Communicator
-from pycomm.ddp_agree import memory_order
-from pycomm.ddp_hooks import GradBucket, Hook, HookWire
-from pycomm.ddp_structure import Structure
-from pycomm.ddp_wire import Compression, HalfWire, PlainWire, Wire
+from pycomm.ddp.agree import memory_order
+from pycomm.ddp.hooks import GradBucket, Hook, HookWire
+from pycomm.ddp.structure import Structure
+from pycomm.ddp.wire import Compression, HalfWire, PlainWire, Wire
 
 __all__ = ["Bucket", "Overlap", "Plan", "Settings", "assign", "build"]
 
@@ -54,7 +54,7 @@ class Bucket:
     indices: list[int]
     parameters: list[nn.Parameter]
     orders: list[tuple[int, ...] | None] | None
-    """Each parameter's memory order (pycomm/ddp_agree.py); None where all are contiguous."""
+    """Each parameter's memory order (pycomm/ddp/agree.py); None where all are contiguous."""
     n_elems: int
     dtype: torch.dtype
     wire: Wire

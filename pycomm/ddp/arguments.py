@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Torchs
 
 from pycomm.communicator import Communicator
-from pycomm.ddp_plan import Overlap, Settings
-from pycomm.ddp_structure import is_refused
-from pycomm.ddp_wire import WIRE_DTYPES
+from pycomm.ddp.plan import Overlap, Settings
+from pycomm.ddp.structure import is_refused
+from pycomm.ddp.wire import WIRE_DTYPES
 from pycomm.initialize import init
 
 __all__ = ["Arguments", "communicator_for", "first_fault", "group_for", "settings_from"]

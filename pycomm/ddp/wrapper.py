@@ -1,11 +1,4 @@
-"""Data parallelism: every rank trains the same module on its share of the batch, gradients are averaged.
-
-In reading order: this file (the module wrapper), ddp_arguments (what it may be given), ddp_agree (same
-start on all ranks), ddp_structure (what is wrapped, and whether it still is), ddp_reducer (one backward),
-ddp_sinks (when a backward begins), ddp_plan and ddp_wire (buckets), ddp_hooks, ddp_sparse, ddp_problems and
-ddp_resolve (what is not as planned), ddp_join (uneven inputs), ddp_torch (names that other libraries look
-for).
-"""
+"""The wrapper of a module; pycomm/ddp/__init__.py has the map of this folder."""
 
 from __future__ import annotations
 
@@ -20,8 +13,8 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from pycomm.communicator import Communicator
-from pycomm.ddp_agree import broadcast_tensors, check_agreement, describe
-from pycomm.ddp_arguments import (
+from pycomm.ddp.agree import broadcast_tensors, check_agreement, describe
+from pycomm.ddp.arguments import (
     Arguments,
     chosen_overlap,
     communicator_for,
@@ -31,13 +24,13 @@ from pycomm.ddp_arguments import (
     settings_from,
     synced_buffers,
 )
-from pycomm.ddp_plan import Overlap
-from pycomm.ddp_reducer import Reducer
-from pycomm.ddp_sinks import Sinks
-from pycomm.ddp_structure import Structure
-from pycomm.ddp_sync_batch_norm import adopt_sync_batch_norms, has_sync_batch_norm
-from pycomm.ddp_torch import NotTraced, TorchNames
-from pycomm.ddp_wire import Compression
+from pycomm.ddp.plan import Overlap
+from pycomm.ddp.reducer import Reducer
+from pycomm.ddp.sinks import Sinks
+from pycomm.ddp.structure import Structure
+from pycomm.ddp.sync_batch_norm import adopt_sync_batch_norms, has_sync_batch_norm
+from pycomm.ddp.torch_names import NotTraced, TorchNames
+from pycomm.ddp.wire import Compression
 
 __all__ = ["DistributedDataParallel"]
 
@@ -95,7 +88,7 @@ class DistributedDataParallel(TorchNames):
         compression: "fp16" or "bf16": float32 gradients travel with 16 bits (other dtypes as they are). The
             error is at most 2^-10 ("fp16") or 2^-7 ("bf16") of the mean magnitude over the ranks, plus for
             "fp16" 2^-33 of the bucket's largest; finite gradients do not overflow in "fp16", infinities and
-            NaN arrive on all ranks (pycomm/ddp_wire.py has the exact bound).
+            NaN arrive on all ranks (pycomm/ddp/wire.py has the exact bound).
         overlap: "async": buckets are reduced by a thread while backward goes on; "inline": in backward's
             thread as soon as they are complete; "end": when backward is over. None: PYCOMM_DDP_OVERLAP, else
             "async" where each local rank has a second core, else "end". The result is the same.
@@ -341,7 +334,7 @@ class DistributedDataParallel(TorchNames):
             self._reducer.reduce_now(self._share)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """``hook(state, bucket)`` reduces each bucket from now on; see pycomm/ddp_hooks.py.
+        """``hook(state, bucket)`` reduces each bucket from now on; see pycomm/ddp/hooks.py.
 
         Args:
             state: given to the hook; for torch's hooks a process group, None for the default one, or theirs.

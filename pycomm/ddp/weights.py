@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.ddp_sinks import Forward
+from pycomm.ddp.sinks import Forward
 
 __all__ = ["Weighing"]
 
@@ -28,7 +28,7 @@ class Weighing:
     _share: float | None
 
     def _share_of_active(self) -> float | None:
-        raise NotImplementedError  # in pycomm/ddp_join.py
+        raise NotImplementedError  # in pycomm/ddp/join.py
 
     def _told(self) -> Forward:
         share = self._share if self._share is not None else self._share_of_active()

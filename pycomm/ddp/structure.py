@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycomm.ddp_agree import describe
+from pycomm.ddp.agree import describe
 
 __all__ = ["Structure", "is_refused"]
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from pycomm.communicator import Communicator
-from pycomm.ddp_consistency import compare, tensors_of
-from pycomm.ddp_stats import described_buckets, described_rates, described_step
+from pycomm.ddp.consistency import compare, tensors_of
+from pycomm.ddp.stats import described_buckets, described_rates, described_step
 
 if TYPE_CHECKING:
-    from pycomm.ddp_reducer import Reducer
+    from pycomm.ddp.reducer import Reducer
 
 __all__ = ["Facts"]
 

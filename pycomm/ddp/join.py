@@ -20,10 +20,10 @@ import torch
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from pycomm.communicator import Communicator
-from pycomm.ddp_agree import broadcast_tensors
+from pycomm.ddp.agree import broadcast_tensors
 
 if TYPE_CHECKING:
-    from pycomm.ddp_torch import TorchNames
+    from pycomm.ddp.torch_names import TorchNames
 
 __all__ = ["Joining"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pycomm.communicator import Communicator
-from pycomm.ddp_agree import as_bytes
+from pycomm.ddp.agree import as_bytes
 
 __all__ = ["compare", "tensors_of"]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 if TYPE_CHECKING:
-    from pycomm.ddp_reducer import Reducer
+    from pycomm.ddp.reducer import Reducer
 
 __all__ = ["Forward", "Sinks", "defer", "tensors_in"]
 

@@ -17,7 +17,7 @@ from pycomm.communicator import Communicator
 from pycomm.optim import scaling_of
 
 if TYPE_CHECKING:
-    from pycomm.ddp_plan import Bucket
+    from pycomm.ddp.plan import Bucket
 
 __all__ = ["Times", "described_buckets", "described_rates", "described_step"]
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from pycomm.ddp_agree import check_agreement, digest
-from pycomm.ddp_problems import Problem, Whole, report
-from pycomm.ddp_sparse import sparse_average
-from pycomm.ddp_structure import Structure, is_refused
+from pycomm.ddp.agree import check_agreement, digest
+from pycomm.ddp.problems import Problem, Whole, report
+from pycomm.ddp.sparse import sparse_average
+from pycomm.ddp.structure import Structure, is_refused
 
 if TYPE_CHECKING:
-    from pycomm.ddp_reducer import Reducer
+    from pycomm.ddp.reducer import Reducer
 
 __all__ = ["resolve"]
 
