@@ -42,7 +42,7 @@ class Facts:
 
         Args:
             optimizers: whose learning rates, and what ``pycomm.optim.scale_lr`` did to them, are told as
-            well.
+                well.
 
         Returns:
             A dict. ``world_size``, ``rank``; ``step``: synchronised backwards so far; ``forward_s``,
@@ -55,6 +55,9 @@ class Facts:
             ``step`` is 0 and ``buckets`` is empty.
 
         Example:
+            >>> import pycomm, torch
+            >>> comm = pycomm.init()
+            >>> model = pycomm.DistributedDataParallel(torch.nn.Linear(8, 2), communicator=comm)
             >>> model(torch.ones(4, 8)).sum().backward()
             >>> model.stats()["world_size"]
             1
@@ -85,6 +88,9 @@ class Facts:
                 dissent from most.
 
         Example:
+            >>> import pycomm, torch
+            >>> comm = pycomm.init()
+            >>> model = pycomm.DistributedDataParallel(torch.nn.Linear(8, 2), communicator=comm)
             >>> model.check_consistency(torch.optim.SGD(model.parameters(), lr=0.1))
         """
         named = [

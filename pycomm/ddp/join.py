@@ -115,6 +115,9 @@ class Joining:
             throw_on_early_termination: when a rank has no input left, all raise RuntimeError instead.
 
         Example:
+            >>> import pycomm, torch
+            >>> comm = pycomm.init()
+            >>> model = pycomm.DistributedDataParallel(torch.nn.Linear(8, 2), communicator=comm)
             >>> with model.join():
             ...     for batch in [torch.ones(4, 8)] * 3:
             ...         model(batch).sum().backward()

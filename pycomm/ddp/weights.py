@@ -49,6 +49,9 @@ class Weighing:
             ValueError: on every rank, when a rank's number is negative or not finite, or all are 0.
 
         Example:
+            >>> import pycomm, torch
+            >>> comm = pycomm.init()
+            >>> model = pycomm.DistributedDataParallel(torch.nn.Linear(8, 2), communicator=comm)
             >>> with model.weighted(4):
             ...     model(torch.ones(4, 8)).mean().backward()
         """

@@ -62,8 +62,7 @@ class DistributedDataParallel(TorchNames):
         broadcast_buffers: False: buffers are given to other ranks neither at the start nor later. None: True.
         init_sync: False: the start is neither checked nor synchronised; you vouch for equal ranks.
         process_group: a torch group of any backend, whose ranks are the replicas. None: torch's default
-        group,
-            or without one ``pycomm.init()``.
+            group, or without one ``pycomm.init()``.
         bucket_cap_mb: MiB of gradients in one reduction; None: 25, and the first has at most 1 MiB so that it
             starts early (a larger parameter is a bucket of its own).
         find_unused_parameters: a parameter without a gradient counts as zeros where another rank has one, and
@@ -77,13 +76,15 @@ class DistributedDataParallel(TorchNames):
         delay_all_reduce_named_params: (name, parameter) pairs that are reduced together, last, and may lie
             outside of ``module``.
         param_to_hook_all_reduce: given together with them, as torch demands; here the end of backward
-        decides. mixed_precision: torch's ``_MixedPrecision`` with a ``reduce_dtype`` only (see
-        ``compression``). device_mesh: of one dimension, in place of ``process_group``.
-        skip_all_reduce_unused_params: like ``find_unused_parameters``. bucket_cap_mb_list: MiB of the
-        first, second, … bucket; the last one repeats. batched_grad_copy: gradients are copied in batches
-        wherever they are copied; accepted. forward_sync_buffers: False: buffers are synchronised at the
-        start only. True: rank 0's go to all ranks
-            before a forward in training mode with gradients, unless the last such forward was in ``no_sync``.
+            decides.
+        mixed_precision: torch's ``_MixedPrecision`` with a ``reduce_dtype`` only (see ``compression``).
+        device_mesh: of one dimension, in place of ``process_group``.
+        skip_all_reduce_unused_params: like ``find_unused_parameters``.
+        bucket_cap_mb_list: MiB of the first, second, … bucket; the last one repeats.
+        batched_grad_copy: gradients are copied in batches wherever they are copied; accepted.
+        forward_sync_buffers: False: buffers are synchronised at the start only. True: rank 0's go to all
+            ranks before a forward in training mode with gradients, unless the last such forward was in
+            ``no_sync``.
         communicator: its ranks are the replicas; instead of ``process_group``. Not closed by this class.
         compression: "fp16" or "bf16": float32 gradients travel with 16 bits (other dtypes as they are). The
             error is at most 2^-10 ("fp16") or 2^-7 ("bf16") of the mean magnitude over the ranks, plus for
@@ -92,8 +93,8 @@ class DistributedDataParallel(TorchNames):
         overlap: "async": buckets are reduced by a thread while backward goes on; "inline": in backward's
             thread as soon as they are complete; "end": when backward is over. None: PYCOMM_DDP_OVERLAP, else
             "async" where each local rank has a second core, else "end". The result is the same.
-        check_consistency_every: :meth:`check_consistency` before every so many synchronised forwards; 0:
-        never.
+        check_consistency_every: :meth:`check_consistency` before every so many synchronised forwards;
+            0: never.
 
     Attributes:
         module: the wrapped module; ``state_dict`` keys begin with ``module.``, as torch's.
@@ -102,8 +103,7 @@ class DistributedDataParallel(TorchNames):
 
     Raises:
         ValueError: an argument is out of range, or the ranks' modules or arguments differ (the first
-        difference
-            is named on every rank).
+            difference is named on every rank).
         TypeError: ``module`` or ``communicator`` is something else.
         RuntimeError: no parameter requires a gradient, or one has no shape yet. From ``backward``, on every
             rank: parameters without a gradient, or with one that cannot be reduced, by name and rank; or
@@ -304,6 +304,9 @@ class DistributedDataParallel(TorchNames):
         As with torch, the forward must be inside as well: it decides about its backward.
 
         Example:
+            >>> import pycomm, torch
+            >>> comm = pycomm.init()
+            >>> model = pycomm.DistributedDataParallel(torch.nn.Linear(8, 2), communicator=comm)
             >>> with model.no_sync():
             ...     model(torch.ones(4, 8)).sum().backward()
             >>> model(torch.ones(4, 8)).sum().backward()  # averages the sum of both
@@ -324,6 +327,9 @@ class DistributedDataParallel(TorchNames):
             RuntimeError: on every rank: a parameter has no gradient, as in ``backward``.
 
         Example:
+            >>> import pycomm, torch
+            >>> comm = pycomm.init()
+            >>> model = pycomm.DistributedDataParallel(torch.nn.Linear(8, 2), communicator=comm)
             >>> with model.no_sync():
             ...     model(torch.ones(4, 8)).sum().backward()
             >>> model.finalize_backward()
@@ -343,9 +349,13 @@ class DistributedDataParallel(TorchNames):
 
         Raises:
             RuntimeError: there is a hook, or built-in one, already.
-            TypeError: ``hook`` is not callable. ValueError: its annotations say something else.
+            TypeError: ``hook`` is not callable.
+            ValueError: its annotations say something else.
 
         Example:
+            >>> import pycomm, torch
+            >>> comm = pycomm.init()
+            >>> model = pycomm.DistributedDataParallel(torch.nn.Linear(8, 2), communicator=comm)
             >>> def keep_local(state, bucket):
             ...     future = torch.futures.Future()
             ...     future.set_result(bucket.buffer())

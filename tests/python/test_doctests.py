@@ -13,7 +13,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 import pycomm
 from ranks import run_ranks
@@ -42,11 +41,6 @@ def examples(rank: int, size: int, name: str, folder: str) -> tuple[int, str]:
     tests = finder.find(module)
     if name == "pycomm.communicator":  # its all_reduce is a method of a class in C, which finders skip
         tests += finder.find(pycomm.Communicator.all_reduce, "pycomm.Communicator.all_reduce", module, {}, {})
-    if name.startswith("pycomm.ddp"):  # whose methods' examples go on from the class's
-        comm = pycomm.init()
-        for test in tests:
-            model = pycomm.DistributedDataParallel(torch.nn.Linear(8, 2), communicator=comm)
-            test.globs.update(torch=torch, model=model)
     runner = doctest.DocTestRunner(optionflags=FLAGS)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
