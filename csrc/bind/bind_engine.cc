@@ -12,6 +12,7 @@
 #include "bind/fast_calls.h"
 #include "bind/hooks.h"
 #include "bind/request.h"
+#include "bind/tally.h"
 #include "bind/tensor.h"
 #include "engine/communicator.h"
 #include "engine/p2p.h"
@@ -200,6 +201,7 @@ bool wait_work(Work& self, double timeout_s) {
 void bind_engine(py::module_& m) {
   m.def("setup", [](py::object tensor, py::object parameter, py::object api, py::object grad_enabled) {
     bind_tensor_setup(tensor.ptr(), parameter.ptr(), api.ptr(), grad_enabled.ptr());
+    if (PyErr_Occurred() == nullptr) tally_setup(tensor.ptr());
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
   });
   m.def("usable_cores", &usable_cores);
@@ -263,6 +265,7 @@ void bind_engine(py::module_& m) {
         raise_after(hooks, c.comm->close(&hooks));
       });
   add_fast_calls(m);
+  add_tally(m);
 }
 
 }  // namespace pycomm

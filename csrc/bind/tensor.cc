@@ -3,6 +3,7 @@
 #include <cstring>
 #include <vector>
 
+#include "bind/attribute.h"
 #include "bind/dlpack.h"
 
 namespace pycomm {
@@ -14,7 +15,7 @@ const dlpack::ExchangeApi* api = nullptr;  // null: torch is too old, attributes
 PyObject* is_grad_enabled = nullptr;
 // Found once on the class: looking them up by name on every tensor costs as much as the calls.
 PyObject *is_neg = nullptr, *is_conj = nullptr;
-PyGetSetDef* requires_grad = nullptr;
+Attribute requires_grad;
 PyObject *str_is_contiguous, *str_untyped_storage, *str_nbytes, *str_data_ptr, *str_numel, *str_dtype,
     *str_device, *str_type;
 
@@ -214,11 +215,7 @@ void bind_tensor_setup(PyObject* tensor, PyObject* parameter, PyObject* exchange
   }
   is_neg = PyObject_GetAttrString(tensor, "is_neg");
   is_conj = PyObject_GetAttrString(tensor, "is_conj");
-  PyObject* attribute = PyObject_GetAttrString(tensor, "requires_grad");
-  if (attribute != nullptr && Py_IS_TYPE(attribute, &PyGetSetDescr_Type))
-    requires_grad = reinterpret_cast<PyGetSetDescrObject*>(attribute)->d_getset;
-  else if (attribute != nullptr)
-    PyErr_SetString(PyExc_ImportError, "pycomm does not know this torch: Tensor.requires_grad is no getset");
+  if (!requires_grad.find(tensor, "requires_grad")) return;
   str_is_contiguous = PyUnicode_InternFromString("is_contiguous");
   str_untyped_storage = PyUnicode_InternFromString("untyped_storage");
   str_nbytes = PyUnicode_InternFromString("nbytes");
@@ -273,7 +270,7 @@ Status view_tensor(PyObject* tensor, const char* what, bool written, TensorView*
   if (view->data == nullptr && view->n_elems > 0) {
     return Status::error(Code::kType, format("%s has no memory (a meta or fake tensor?)", what));
   }
-  PyObject* needs_grad = requires_grad->get(tensor, requires_grad->closure);
+  PyObject* needs_grad = requires_grad.get(tensor);
   if (needs_grad == nullptr) return python_error(what);
   Py_DECREF(needs_grad);
   if (needs_grad != Py_False) {
@@ -321,8 +318,8 @@ Status view_tensors(PyObject* object, const char* what, bool written, Buffer* bu
   *layout = Layout::kPlain;
   for (Py_ssize_t i = 0; i < n; i++) {
     Layout one;
-    PYCOMM_RETURN_IF_ERROR(view_tensor(PySequence_Fast_GET_ITEM(object, i), what, written, &view, &one)
-                               .within(format("element %zd", i)));
+    Status s = view_tensor(PySequence_Fast_GET_ITEM(object, i), what, written, &view, &one);
+    if (!s.ok()) return std::move(s).within(format("element %zd", i));
     if (one == Layout::kNeedsStaging) *layout = one;
     if (i == 0) *dtype = view.dtype;
     if (view.dtype != *dtype) {

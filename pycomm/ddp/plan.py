@@ -3,9 +3,8 @@
 Words: a *bucket* is a list of parameters whose gradients are reduced by one call; the *order* is a
 permutation of the parameters in which their gradients are expected (first the reverse of their
 registration, then the order in which they came); a parameter is *loose* when its gradient is sparse on some
-rank: it is in no bucket, and pycomm/ddp/sparse.py reduces it at the end. ``left`` counts down, bucket by
-bucket, the gradients that are still to come in this backward; hooks hold these lists, so they are changed
-in place and never replaced.
+rank: it is in no bucket, and pycomm/ddp/sparse.py reduces it at the end. The tally (pycomm/ddp/tally.py)
+counts down, bucket by bucket, the gradients that are still to come in this backward.
 """
 
 from __future__ import annotations
@@ -101,23 +100,23 @@ def assign(
 
 
 class Plan:
-    """Buckets over the trained parameters of a structure, and the countdown of one backward.
+    """Buckets over the trained parameters of a structure, and what each awaits in one backward.
 
     Args:
         parameters: the trained ones; only their shapes are kept.
+        tally: counts their gradients.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], tally: _C.Tally) -> None:
+        self._tally = tally
         self.n = n = len(parameters)
         self.shapes = [p.shape for p in parameters]
         self.order = list(reversed(range(n)))
         self.buckets: list[Bucket] = []
         self.loose: set[int] = set()
         self.bucket_of = [0] * n
-        self.left: list[int] = []
         #: How often each gradient comes in one backward.
         self.times = [1] * n
-        self._awaited: list[int] = []
         self.is_learning = True
 
     def take(self, buckets: list[Bucket]) -> None:
@@ -132,14 +131,10 @@ class Plan:
 
     def _count(self) -> None:
         if self.is_learning:
-            self._awaited = [NEVER] * (len(self.buckets) + 1)
+            awaited = [NEVER] * len(self.buckets)
         else:
-            self._awaited = [sum(self.times[i] for i in b.indices) for b in self.buckets] + [NEVER]
-        self.reset()
-
-    def reset(self) -> None:
-        """Nothing has come."""
-        self.left[:] = self._awaited
+            awaited = [sum(self.times[i] for i in b.indices) for b in self.buckets]
+        self._tally.arm([*awaited, NEVER], self.bucket_of)
 
     def learn(self, times: Sequence[int]) -> None:
         """From now on a bucket is complete when each gradient has come as often as it did (at least once).

@@ -23,13 +23,13 @@ then built again in the order of rank 0. Everything here runs on the thread that
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from pycomm import _C
 from pycomm.communicator import Communicator
 from pycomm.ddp import resolve as resolution
 from pycomm.ddp.agree import in_memory_order
@@ -39,7 +39,7 @@ from pycomm.ddp.sinks import Forward, defer
 from pycomm.ddp.sparse import reduce_loose
 from pycomm.ddp.stats import Times
 from pycomm.ddp.structure import Structure
-from pycomm.ddp.tally import IDLE, LOCAL, REDUCING, Tally, make_hook
+from pycomm.ddp.tally import IDLE, LOCAL, REDUCING, make_tally
 
 __all__ = ["Reducer"]
 
@@ -67,15 +67,16 @@ class Reducer:
         self.default = default
         self.structure = look()
         self.times = Times(comm.rank, comm.size)
-        self.tally = Tally()
-        self.plan = Plan([])
+        self.tally = make_tally(self)
+        self.plan = Plan([], self.tally)
+        self._everything: frozenset[int] = frozenset()
         self.forced = False
         """The next backward is synchronised whatever its forwards were told (pipelines)."""
         self.pending: Forward | None = None
         """What the last forward was told, when none of its outputs could take a hook."""
         self.after: Callable[[], None] | None = None
         """Called when gradients are averaged (optimizers that step in backward)."""
-        self.used: set[int] | None = None
+        self.used: Set[int] | None = None
         """The parameters whose gradients came in the last synchronised backward, None before the first."""
         self.last_order: list[int] = []
         self.n_ranks_used = torch.zeros(0, dtype=torch.int32)
@@ -94,13 +95,14 @@ class Reducer:
         self.remove_hooks()
         self.structure = structure
         self.names, self.parameters = structure.names, structure.parameters
-        self.plan = Plan(self.parameters)
+        self.plan = Plan(self.parameters, self.tally)
+        self._everything = frozenset(range(len(self.parameters)))
         self.new = set()
         self.rebuild()
         self._reset()
         for index, parameter in enumerate(self.parameters):
             register = cast(Any, parameter).register_post_accumulate_grad_hook  # untyped in torch
-            self._handles.append(register(make_hook(weakref.ref(self), self.tally, self.plan, index)))
+            self._handles.append(register(self.tally.hook(index)))
 
     def __del__(self) -> None:
         self.remove_hooks()
@@ -124,13 +126,11 @@ class Reducer:
 
     def _reset(self) -> None:
         """Nothing has come, and nothing is under way."""
-        self.tally.mode = IDLE
-        self.tally.came.clear()
-        self.plan.reset()
+        self.tally.reset()
         self.problems: dict[int, Problem] = {}
         self.stand_ins: dict[int, Tensor] = {}
         self.whole = Whole.FINE
-        self._came: set[int] = set()
+        self._came: Set[int] = frozenset()
         self._n_launched = 0
         self.n_launched_early = 0
 
@@ -167,8 +167,8 @@ class Reducer:
         if self.tally.mode != REDUCING or self.settings.overlap == "end":
             return
         started = time.perf_counter()
-        left = self.plan.left
-        while self._n_launched < len(self.plan.buckets) and left[self._n_launched] == 0:
+        left = self.tally.left
+        while self._n_launched < len(self.plan.buckets) and left(self._n_launched) == 0:
             self._launch(None)
         self.times.exposed_s += time.perf_counter() - started
 
@@ -220,30 +220,25 @@ class Reducer:
             for index, average in () if has_problems else self.stand_ins.items():
                 self.parameters[index].grad = average
             if plan.is_learning and not has_changed:
-                self._learn([])
+                self._learn()
         finally:
             self._reset()
             self.times.finished(time.perf_counter() - started)
 
-    def _launch(self, known: set[int] | None) -> None:
+    def _launch(self, known: Set[int] | None) -> None:
         bucket = self.plan.buckets[self._n_launched]
         self._n_launched += 1
         with torch.no_grad():  # create_graph=True records in hooks
             gradients = self._contributions(bucket, known)
             bucket.wire.start(gradients, self.weight, self.settings.overlap == "async")
 
-    def _contributions(self, bucket: Bucket, known: set[int] | None) -> list[Tensor]:
+    def _contributions(self, bucket: Bucket, known: Set[int] | None) -> list[Tensor]:
         """What this rank gives; with ``known``, only of these parameters a gradient has come."""
-        found = [parameter.grad for parameter in bucket.parameters]
-        # Each test is one pass in C or a short comprehension: this runs for every gradient of every step.
-        is_usual = (
-            known is None
-            and set(map(type, found)) == {Tensor}
-            and {g.dtype for g in found} == {bucket.dtype}  # type: ignore[union-attr]
-            and {g.layout for g in found} == {torch.strided}  # type: ignore[union-attr]
-            and not any(g.requires_grad for g in found)  # type: ignore[union-attr]
-        )
-        gradients = cast(list[Tensor], found) if is_usual else self._with_stand_ins(bucket, found, known)
+        gradients: list[Tensor] | None = None
+        if known is None:
+            gradients = _C.plain_gradients(bucket.parameters, bucket.dtype, torch.strided)
+        if gradients is None:
+            gradients = self._with_stand_ins(bucket, [p.grad for p in bucket.parameters], known)
         if sum(map(Tensor.numel, gradients)) != bucket.n_elems:
             gradients = self._reshaped(bucket, gradients)
         if bucket.views is not None and self._move_into(bucket, bucket.views, gradients):
@@ -253,7 +248,7 @@ class Reducer:
         return gradients
 
     def _with_stand_ins(
-        self, bucket: Bucket, found: list[Tensor | None], known: set[int] | None
+        self, bucket: Bucket, found: list[Tensor | None], known: Set[int] | None
     ) -> list[Tensor]:
         """The gradients found, with a stand-in where one cannot be contributed."""
         gradients = []
@@ -318,30 +313,31 @@ class Reducer:
         """At the end of backward: everything is launched, waited for and agreed upon. Collective."""
         self.times.gradients_ready()
         started = time.perf_counter()
-        plan, came = self.plan, self.tally.came
+        plan, tally = self.plan, self.tally
         self.n_launched_early = self._n_launched
         try:
-            self._came = set(came)
-            known = self._came | self.new
-            self._note_late(came)
-            all_came = len(self._came) == plan.n
+            all_came = tally.n_distinct == plan.n
+            self._came = self._everything if all_came else frozenset(tally.came)
+            known = self._came | self.new if self.new else self._came
+            self._note_late()
             while self._n_launched < len(plan.buckets):
                 self._launch(None if all_came else known)
             if plan.loose:
                 self._reduce_loose(known)
             for bucket in plan.buckets:
                 bucket.wire.finish()
-            if not self.structure.is_current():
+            if not self.structure.is_current(all_came and not self.problems):
                 self.whole |= Whole.CHANGED
             self.whole |= whole
             n_problems = self.times.exchange(self.comm, len(self.problems) + int(self.whole))
-            self.is_static = self.is_static and (self.used is None or self.used == self._came)
+            if self.used is not self._came:
+                self.is_static = self.is_static and self.used in (None, self._came)
             self.used = self._came
-            self.last_order = came.copy()
+            self.last_order = tally.came
             self.n_ranks_used = torch.full((plan.n,), self.comm.size, dtype=torch.int32)
             has_changed = n_problems > 0 and resolution.resolve(self)
             if plan.is_learning and not has_changed:
-                self._learn(came)
+                self._learn()
             self.new = set()
             if self.after is not None:
                 self.after()
@@ -351,7 +347,7 @@ class Reducer:
             self.pending = None
             self.times.finished(time.perf_counter() - started)
 
-    def _reduce_loose(self, known: set[int]) -> None:
+    def _reduce_loose(self, known: Set[int]) -> None:
         loose = sorted(self.plan.loose)
         is_new = [i in known for i in loose]
         reduce_loose(self.comm, self._loose_parameters(), is_new, self.weight)
@@ -362,25 +358,20 @@ class Reducer:
     def _loose_parameters(self) -> list[nn.Parameter]:
         return [self.parameters[i] for i in sorted(self.plan.loose)]
 
-    def _note_late(self, came: list[int]) -> None:
+    def _note_late(self) -> None:
         """Gradients that came again after their bucket had been launched."""
         plan = self.plan
-        late = {b for b in range(self.n_launched_early) if plan.left[b] < 0}
+        late = {b for b in range(self.n_launched_early) if self.tally.left(b) < 0}
         if not late or plan.is_learning:
             return
-        times = [0] * plan.n
-        for index in came:
-            times[index] += 1
-            if plan.bucket_of[index] in late and times[index] > plan.times[index]:
+        for index, (count, expected) in enumerate(zip(self.tally.times, plan.times, strict=True)):
+            if plan.bucket_of[index] in late and count > expected:
                 self.problems[index] = Problem.LATE
 
-    def _learn(self, came: list[int]) -> None:
+    def _learn(self) -> None:
         """Builds the buckets again in the order in which rank 0's gradients came. Collective."""
-        plan = self.plan
-        times = [0] * plan.n
-        for index in came:
-            times[index] += 1
-        first = list(dict.fromkeys(came))
+        plan, times = self.plan, self.tally.times
+        first = list(dict.fromkeys(self.tally.came))
         order = torch.tensor([*first, *(i for i in plan.order if not times[i])], dtype=torch.int64)
         self.comm.broadcast(order, src=0)
         if order.tolist() != plan.order:

@@ -37,9 +37,8 @@ class Structure:
         named = {name: p for name, p in module.named_parameters() if name not in ignored}
         found = {id(p) for p in named.values()}
         named.update((name, p) for name, p in delayed if id(p) not in found)
-        self._everything = list(named.values())
-        self._is_trained = [p.requires_grad for p in self._everything]
-        self._dtypes = [p.dtype for p in self._everything]
+        self._everything = [(p, p.requires_grad, p.dtype) for p in named.values()]
+        self._frozen = [item for item in self._everything if not item[1]]
         self._contents: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         for submodule in module.modules():
             for contents in (submodule._parameters, submodule._modules):
@@ -57,15 +56,17 @@ class Structure:
         #: Whether each trained parameter is one of ``delayed``.
         self.is_delayed = [id(p) in late for p in self.parameters]
 
-    def is_current(self) -> bool:
-        """False when a parameter was added, removed, replaced, frozen, unfrozen or cast since then."""
+    def is_current(self, all_came: bool = False) -> bool:
+        """False when a parameter was added, removed, replaced, frozen, unfrozen or cast since then.
+
+        Args:
+            all_came: every trained parameter has just got a gradient of its dtype: only the others are asked.
+        """
         for contents, values in self._contents:
             if len(contents) != len(values) or not all(map(is_, contents.values(), values)):
                 return False
-        everything = self._everything
-        return [p.requires_grad for p in everything] == self._is_trained and [
-            p.dtype for p in everything
-        ] == self._dtypes
+        asked = self._frozen if all_came else self._everything
+        return all(p.requires_grad is trained and p.dtype is dtype for p, trained, dtype in asked)
 
     def lines(self) -> list[str]:
         """One line for each parameter: equal on two ranks whose structures are alike."""

@@ -1,7 +1,7 @@
 """What the parameters' hooks do: count. This is the only code of ours that runs for every gradient.
 
-A *tally* is plain data that hooks share with their reducer: the mode, and which gradients came, in which
-order. Hooks hold the tally and the plan's countdown, and the reducer only weakly.
+The counting itself is in C (csrc/bind/tally.cc): which gradients came, in which order and how often, and how
+many each bucket still awaits.
 """
 
 from __future__ import annotations
@@ -10,48 +10,27 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torch import nn
+from pycomm import _C
 
 if TYPE_CHECKING:
-    from pycomm.ddp.plan import Plan
     from pycomm.ddp.reducer import Reducer
 
-__all__ = ["IDLE", "LOCAL", "REDUCING", "Tally", "make_hook"]
+__all__ = ["IDLE", "LOCAL", "REDUCING", "make_tally"]
 
 IDLE, REDUCING, LOCAL = 0, 1, 2
 """No backward is under way; one that averages; one within no_sync."""
 
 
-class Tally:
-    """What hooks share with the reducer, without keeping it alive."""
+def make_tally(owner: Reducer) -> _C.Tally:
+    """A tally that calls ``owner.begin`` and ``owner.bucket_complete``, and does not keep it alive."""
+    alive = weakref.ref(owner)
 
-    __slots__ = ("came", "mode")
-
-    def __init__(self) -> None:
-        self.mode = IDLE
-        self.came: list[int] = []
-
-
-def make_hook(
-    owner: weakref.ref[Reducer], tally: Tally, plan: Plan, index: int
-) -> Callable[[nn.Parameter], None]:
-    """A hook that does not keep the reducer alive: the garbage collector cannot see through hooks."""
-    note, left, bucket_of = tally.came.append, plan.left, plan.bucket_of
-
-    def gradient_came(parameter: nn.Parameter) -> None:
-        if not tally.mode:
-            reducer = owner()
-            if reducer is None:
-                return
-            reducer.begin()
-        if parameter.grad is None:
-            return  # an undefined gradient went through the graph: none has come
-        note(index)
-        at = bucket_of[index]
-        left[at] -= 1
-        if not left[at]:
-            reducer = owner()
+    def tells(what: Callable[[Reducer], None]) -> Callable[[], None]:
+        def tell() -> None:
+            reducer = alive()
             if reducer is not None:
-                reducer.bucket_complete()
+                what(reducer)
 
-    return gradient_came
+        return tell
+
+    return _C.Tally(tells(lambda reducer: reducer.begin()), tells(lambda reducer: reducer.bucket_complete()))

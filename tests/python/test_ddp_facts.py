@@ -42,7 +42,7 @@ def keep_statistics(rank, size):
         with ddp.weighted(10 * (rank + 1)):
             loss = ddp(data(rank))
         if rank == size - 1:
-            time.sleep(0.05)  # the last rank comes last
+            time.sleep(0.5)  # the last rank comes last, by far more than a busy machine delays the others
         loss.backward()
         optimizer.step()
     return ddp.stats(optimizer), ddp.exposed_s, ddp._get_ddp_logging_data()
@@ -62,11 +62,11 @@ def test_statistics(size):
             continue
         assert facts["step"] == 3
         assert facts["last_rank"] == size - 1
-        assert 0.03 < facts["skew_s"] < 10
+        assert 0.3 < facts["skew_s"] < 10
         assert facts["arrival_s"][size - 1] == facts["skew_s"]
         assert min(facts["arrival_s"]) == 0
         assert 0 < facts["exposed_s"] <= exposed_s
-        assert (facts["exposed_s"] > 0.03) == (rank < size - 1)  # the others wait
+        assert (facts["exposed_s"] > 0.3) == (rank < size - 1)  # the others wait
         assert facts["backward_s"] > 0
         assert facts["forward_s"] > 0
         assert sum(b["n_parameters"] for b in facts["buckets"]) == 6
