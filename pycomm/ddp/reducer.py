@@ -266,7 +266,8 @@ class Reducer:
         return gradients
 
     def _move_into(self, bucket: Bucket, views: list[Tensor], gradients: list[Tensor]) -> bool:
-        """Makes gradients aliases of the bucket's memory; False when some must stay where they are."""
+        """Makes gradients aliases of the bucket's memory; False, and none moved, when some must stay."""
+        away = []
         for index, parameter, view, gradient in zip(
             bucket.indices, bucket.parameters, views, gradients, strict=True
         ):
@@ -275,6 +276,8 @@ class Reducer:
                 continue
             if index in self.stand_ins or parameter.grad is not gradient:
                 return False
+            away.append((parameter, view, gradient))
+        for parameter, view, gradient in away:
             view.copy_(gradient)
             parameter.grad = view.detach()
         return True
