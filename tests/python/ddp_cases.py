@@ -8,10 +8,12 @@ is defined.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 Gradients = Mapping[str, torch.Tensor | None]
@@ -76,6 +78,12 @@ def assert_same_bits(by_rank: Sequence[Gradients]) -> None:
             if gradient is not None and theirs is not None:
                 assert gradient.stride() == theirs.stride(), name
                 assert torch.equal(gradient, theirs), name
+
+
+def start_gloo(rank: int, size: int) -> None:
+    """torch's default group, over gloo; whoever calls it destroys the group."""
+    path = os.path.join(os.environ["PYCOMM_RUN_DIR"], "store")
+    dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
 
 
 class Branches(nn.Module):
