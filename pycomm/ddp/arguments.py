@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Torchs
 
 from pycomm.communicator import Communicator
+from pycomm.ddp.mixed_precision import fault_of_precision, reduction
 from pycomm.ddp.plan import Overlap, Settings
 from pycomm.ddp.structure import is_refused
 from pycomm.ddp.wire import WIRE_DTYPES
@@ -28,7 +28,6 @@ DEFAULT_CAP_MB = 25.0
 FIRST_BUCKET_BYTES = 1 << 20
 _WHO = "DistributedDataParallel"
 _MIB = 1 << 20
-_REDUCE_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: None}
 
 
 @dataclass
@@ -112,36 +111,13 @@ def first_fault(named: dict[str, nn.Parameter], given: Arguments) -> tuple[type[
             "device_ids and output_device must be None for a module on the CPU, got "
             f"{given.device_ids!r} and {given.output_device!r}",
         )
-    return _fault_of_precision(given)
-
-
-def _fault_of_precision(given: Arguments) -> tuple[type[Exception], str] | None:
-    config = given.mixed_precision
-    if config is None:
-        return None
-    if config.param_dtype is not None:
-        return (
-            ValueError,
-            f"mixed_precision with param_dtype={config.param_dtype} is not supported on the CPU (nor by "
-            "torch's own there): run the forward under torch.autocast('cpu', dtype=...), which keeps "
-            "full-precision parameters, and give compression= for gradients of 16 bits on the wire",
-        )
-    if config.reduce_dtype is not None and config.reduce_dtype not in _REDUCE_DTYPES:
-        return (
-            ValueError,
-            f"mixed_precision: reduce_dtype must be a floating dtype, got {config.reduce_dtype}",
-        )
-    if given.compression is not None and config.reduce_dtype is not None:
-        return ValueError, "give either compression or mixed_precision with a reduce_dtype, not both"
-    return None
+    return fault_of_precision(given.mixed_precision, given.compression is not None)
 
 
 def settings_from(given: Arguments, may_be_unused: bool, as_view: bool) -> Settings:
     """The reducer's settings; the arguments have no fault."""
     cap = int((DEFAULT_CAP_MB if given.bucket_cap_mb is None else given.bucket_cap_mb) * _MIB)
-    compression = given.compression
-    if given.mixed_precision is not None and given.mixed_precision.reduce_dtype is not None:
-        compression = _REDUCE_DTYPES[given.mixed_precision.reduce_dtype]
+    compression = given.compression or reduction(given.mixed_precision)
     return Settings(
         first_cap=min(FIRST_BUCKET_BYTES, cap),
         cap=cap,
@@ -160,6 +136,7 @@ def described(given: Arguments, **more: Any) -> str:
         "bucket_cap_mb_list": given.bucket_cap_mb_list,
         **more,
         "compression": given.compression,
+        "mixed_precision": given.mixed_precision,
     }
     return "arguments " + ", ".join(f"{name}={value}" for name, value in fields.items())
 

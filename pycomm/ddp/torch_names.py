@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from types import MethodType
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,43 +26,28 @@ from pycomm.ddp.buffers import Buffers
 from pycomm.ddp.facts import Facts
 from pycomm.ddp.join import Joining
 from pycomm.ddp.logging_data import Logging
+from pycomm.ddp.mixed_precision import Casts
 from pycomm.ddp.reducer import Reducer
 from pycomm.ddp.sinks import Forward, Sinks
 from pycomm.ddp.sync_batch_norm import has_sync_batch_norm
 from pycomm.ddp.weights import Weighing
 from pycomm.ddp.wire import Compression
 
-__all__ = ["NotTraced", "ReducerNames", "TorchNames"]
+__all__ = ["ReducerNames", "TorchNames"]
 
 _WHO = "DistributedDataParallel"
 _OF_THIS_PROCESS = frozenset(
-    ("communicator", "process_group", "device_mesh", "_reducer", "_sinks", "reducer", "_norms_communicator")
+    (
+        "communicator",
+        "process_group",
+        "device_mesh",
+        "_reducer",
+        "_sinks",
+        "reducer",
+        "_norms_communicator",
+        "_casts",
+    )
 )
-
-
-class NotTraced:
-    """A method that Dynamo runs as it is, compiling only what it calls; usable as a decorator.
-
-    Dynamo must be told of each code object, and importing it takes a second. So this tells it when the
-    method is looked up and somebody else has imported Dynamo: ``torch.compile(ddp)`` does both before the
-    first call.
-    """
-
-    _waiting: ClassVar[list[Callable[..., Any]]] = []
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        cast(Any, function)._torchdynamo_disable = True
-        self._waiting.append(function)
-        functools.update_wrapper(cast(Any, self), function)
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if self._waiting and "torch._dynamo" in sys.modules:
-            from torch._dynamo.decorators import skip
-
-            while self._waiting:
-                skip(self._waiting.pop())
-        return self._function if instance is None else MethodType(self._function, instance)
 
 
 class ReducerNames:
@@ -128,6 +110,7 @@ class TorchNames(Joining, Weighing, Buffers, Facts, Logging, nn.parallel.Distrib
     communicator: Communicator
     _reducer: Reducer | None
     _sinks: Sinks | None
+    _casts: Casts | None
     _given: Arguments
     process_group: Any
 
@@ -336,6 +319,7 @@ class TorchNames(Joining, Weighing, Buffers, Facts, Logging, nn.parallel.Distrib
         self.process_group = None
         self._reducer = None
         self._sinks = None
+        self._casts = None
         self._norms_communicator = None
         self._must_set_up = True
 
@@ -355,6 +339,7 @@ class TorchNames(Joining, Weighing, Buffers, Facts, Logging, nn.parallel.Distrib
         made.reducer = cast(Any, ReducerNames(made))
         made._reducer = None
         made._sinks = None
+        made._casts = None
         if not self._must_set_up:
             made._set_up()
         return made

@@ -24,12 +24,14 @@ from pycomm.ddp.arguments import (
     settings_from,
     synced_buffers,
 )
+from pycomm.ddp.mixed_precision import Casts, cast_buffers
+from pycomm.ddp.not_traced import NotTraced
 from pycomm.ddp.plan import Overlap
 from pycomm.ddp.reducer import Reducer
 from pycomm.ddp.sinks import Sinks
 from pycomm.ddp.structure import Structure
 from pycomm.ddp.sync_batch_norm import adopt_sync_batch_norms, has_sync_batch_norm
-from pycomm.ddp.torch_names import NotTraced, TorchNames
+from pycomm.ddp.torch_names import TorchNames
 from pycomm.ddp.wire import Compression
 
 __all__ = ["DistributedDataParallel"]
@@ -77,7 +79,11 @@ class DistributedDataParallel(TorchNames):
             outside of ``module``.
         param_to_hook_all_reduce: given together with them, as torch demands; here the end of backward
             decides.
-        mixed_precision: torch's ``_MixedPrecision`` with a ``reduce_dtype`` only (see ``compression``).
+        mixed_precision: torch's ``_MixedPrecision``. Forwards of the wrapper, and backwards through their
+            outputs, see inputs and floating parameters in its ``param_dtype``; outside, and in ``grad``, all
+            is in full precision (pycomm/ddp/mixed_precision.py). float32 gradients travel in ``reduce_dtype``
+            (float16, bfloat16: see ``compression``), where it is None in ``param_dtype``. Floating buffers
+            are cast to ``buffer_dtype`` here, for good.
         device_mesh: of one dimension, in place of ``process_group``.
         skip_all_reduce_unused_params: like ``find_unused_parameters``.
         bucket_cap_mb_list: MiB of the first, second, … bucket; the last one repeats.
@@ -160,6 +166,7 @@ class DistributedDataParallel(TorchNames):
         self.communicator = communicator_for(self.process_group) if communicator is None else communicator
         init_sync_buffers, self.forward_sync_buffers = synced_buffers(broadcast_buffers, forward_sync_buffers)
         self.module = module
+        self._casts: Casts | None = None
         self.dim = dim
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -189,13 +196,22 @@ class DistributedDataParallel(TorchNames):
             broadcast_tensors(
                 self.communicator, [*tensors, *(self._buffers_now() if init_sync_buffers else ())]
             )
+        if mixed_precision is not None:
+            cast_buffers(module, mixed_precision.buffer_dtype, self._kept_precise())
         if has_sync_batch_norm(module) and self.communicator.size > 1:
             self._norms_communicator = self.communicator.split(0)
         self._set_up()
 
     # ---- the start --------------------------------------------------------------------------------------
 
+    def _kept_precise(self) -> set[str]:
+        """Names of parameters and buffers that are not cast; unlike torch's set, without delayed ones."""
+        return set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
+
     def _look(self) -> Structure:
+        if self._casts is not None:
+            with self._casts.paused():  # a backward may be under way
+                return Structure(self.module, self.parameters_to_ignore, self._given.delayed)
         return Structure(self.module, self.parameters_to_ignore, self._given.delayed)
 
     def _check(self, init_sync: bool) -> None:
@@ -226,6 +242,9 @@ class DistributedDataParallel(TorchNames):
         self._must_set_up = False
         self._sinks: Sinks | None = None
         self._reducer: Reducer | None = None
+        config = self.mixed_precision
+        if config is not None and config.param_dtype is not None:
+            self._casts = Casts(self.module, config.param_dtype, self._kept_precise())
         if self._norms_communicator is not None:
             adopt_sync_batch_norms(self.module, self._norms_communicator)
         if self.communicator.size == 1 and not self._comm_hooks:
@@ -256,15 +275,21 @@ class DistributedDataParallel(TorchNames):
         if self._must_set_up:
             self._connect()
         if self._reducer is None and not self._join_config.enable:
-            return self.module(*inputs, **kwargs)
+            return self._call_module(inputs, kwargs)
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         started = time.perf_counter()
         with self._inside_ddp_forward():
-            output = self.module(*inputs, **kwargs)
+            output = self._call_module(inputs, kwargs)
         if self._reducer is not None:
             times = self._reducer.times
             times.forward_began_s, times.forward_s = started, time.perf_counter() - started
         return self._post_forward(output)
+
+    @NotTraced
+    def _call_module(self, inputs: Any, kwargs: Any) -> Any:
+        if self._casts is None:
+            return self.module(*inputs, **kwargs)
+        return self._casts.call(self.module, inputs, kwargs)
 
     @NotTraced
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:

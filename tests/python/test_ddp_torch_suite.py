@@ -28,17 +28,18 @@ DIFFERENT = {
     "test_skip_all_reduce_unused_parameters": "counts the buckets that torch leaves out",
 }
 NO_GPU = "asserts or uses a GPU"
+MIXED = "torch's needs the streams of a GPU; asks for _mp_param, the second copy that ours has not"
 NOT_HERE = {
     "test_DistributedDataParallel_SyncBatchNorm_half": NO_GPU,
     "test_ddp_compile_static_graph": "Dynamo stumbles over the stand-ins for torch.cuda, with both wrappers",
     "test_ddp_device": NO_GPU,
     "test_ddp_hook_pickling_powerSGD": "loads a pickle with weights_only, which torch refuses",
     "test_ddp_logging_data_gpu": NO_GPU,
-    "test_ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none": NO_GPU,
-    "test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none": NO_GPU,
-    "test_ddp_native_mixed_precision_ignored_params": NO_GPU,
-    "test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none": NO_GPU,
-    "test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none": NO_GPU,
+    "test_ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none": MIXED,
+    "test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none": MIXED,
+    "test_ddp_native_mixed_precision_ignored_params": MIXED,
+    "test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none": MIXED,
+    "test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none": MIXED,
     "test_ddp_uneven_inputs": "large models for hundreds of steps: minutes on a CPU, with both wrappers",
 }
 
