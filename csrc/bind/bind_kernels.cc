@@ -1,4 +1,5 @@
-// csrc/kernels in Python: _C.kernels, by raw address, for tests and tools; tensors go through the engine.
+// csrc/kernels in Python: _C.kernels, by raw address, for compression, tests and tools; else tensors go
+// through the engine.
 //
 // dtypes and operations are given by the names of base/dtype.h. Addresses and counts are the caller's word:
 // nothing here can check them. Importing the extension fails when PYCOMM_ISA asks for what is not there.
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "bind/bind.h"
+#include "kernels/blocks.h"
 #include "kernels/cast.h"
 #include "kernels/isa.h"
 #include "kernels/reduce.h"
@@ -111,6 +113,54 @@ void unpack_py(const std::string& dst_dtype, const Blocks& dsts, const std::stri
   unpack(to, blocks, from, reinterpret_cast<const void*>(src), scale);
 }
 
+DType parse_code(const std::string& name) {
+  const DType t = parse_dtype(name);
+  if (!blocks_supported(t)) {
+    throw_if_error(Status::error(
+        Code::kValue,
+        format("kernels: no codes of %s; expected int8, float8_e4m3fn, float16 or bfloat16", name.c_str())));
+  }
+  return t;
+}
+
+float* floats(uintptr_t p) { return reinterpret_cast<float*>(p); }
+
+void combine_py(const std::string& code, uintptr_t codes, const std::vector<uintptr_t>& srcs, size_t n_elems,
+                uintptr_t maxima, uintptr_t lost) {
+  const DType t = parse_code(code);
+  if (srcs.empty()) throw_if_error(Status::error(Code::kValue, "kernels: combine of no sources"));
+  std::vector<const void*> in;
+  for (const uintptr_t p : srcs) in.push_back(reinterpret_cast<const void*>(p));
+  combine(t, reinterpret_cast<void*>(codes), in, n_elems, floats(maxima), floats(lost));
+}
+
+void bind_blocks(py::module_& k) {
+  k.attr("BLOCK_ELEMS") = kBlockElems;
+  k.def(
+      "block_maxima",
+      [](uintptr_t src, size_t n, uintptr_t maxima) { block_maxima(floats(src), n, floats(maxima)); },
+      py::arg("src"), py::arg("n_elems"), py::arg("maxima"),
+      "The largest magnitude of each block of float32; infinity where one is not finite.");
+  k.def(
+      "quantize",
+      [](const std::string& code, uintptr_t codes, uintptr_t src, size_t n, uintptr_t maxima, bool feedback) {
+        quantize(parse_code(code), reinterpret_cast<void*>(codes), floats(src), n, floats(maxima), feedback);
+      },
+      py::arg("code_dtype"), py::arg("codes"), py::arg("src"), py::arg("n_elems"), py::arg("maxima"),
+      py::arg("feedback"), "float32 to codes; with feedback, src becomes what they do not say of it.");
+  k.def("combine", &combine_py, py::arg("code_dtype"), py::arg("codes"), py::arg("srcs"), py::arg("n_elems"),
+        py::arg("maxima"), py::arg("lost"),
+        "codes = the mean of all sources' codes; what its encoding lost, times their number, is added to\n"
+        "lost, an address of float32 or 0.");
+  k.def(
+      "dequantize",
+      [](const std::string& code, uintptr_t dst, uintptr_t codes, size_t n, uintptr_t maxima) {
+        dequantize(parse_code(code), floats(dst), reinterpret_cast<const void*>(codes), n, floats(maxima));
+      },
+      py::arg("code_dtype"), py::arg("dst"), py::arg("codes"), py::arg("n_elems"), py::arg("maxima"),
+      "Codes to float32; NaN in blocks whose maximum is infinite.");
+}
+
 }  // namespace
 
 void bind_kernels(py::module_& m) {
@@ -128,6 +178,7 @@ void bind_kernels(py::module_& m) {
         "The blocks (address, n_elems) one after another into dst, cast and scaled.");
   k.def("unpack", &unpack_py, py::arg("dst_dtype"), py::arg("dsts"), py::arg("src_dtype"), py::arg("src"),
         py::arg("scale") = 1.0f, "The opposite of pack.");
+  bind_blocks(k);
   k.def("active_isa", &active_isa, "The instruction set in use: baseline, avx2 or avx512.");
   k.def("supported_isas", &supported_isas, "What this processor can run, comma-separated, slowest first.");
   k.def(

@@ -1,10 +1,10 @@
 // Internal to kernels/: the table of functions that one instruction set provides, and which sets there are.
 //
-// The bodies (reduce_body.h, cast_body.h, convert.h, vec.h, float_env.h) are compiled once per instruction
-// set by isa_<name>.cc, with that set's flags (isa.cmake), inside an anonymous namespace: nothing of theirs
-// may be merged by the linker with the same template compiled for another set, or a baseline machine would
-// run AVX-512 code. The only symbol that such a file exports is its table. Every set gives the same bits (NaN
-// payloads aside), so the choice is about speed only.
+// The bodies (reduce_body.h, cast_body.h, blocks_body.h, convert.h, vec.h, float_env.h) are compiled once per
+// instruction set by isa_<name>.cc, with that set's flags (isa.cmake), inside an anonymous namespace: nothing
+// of theirs may be merged by the linker with the same template compiled for another set, or a baseline
+// machine would run AVX-512 code. The only symbol that such a file exports is its table. Every set gives the
+// same bits (NaN payloads aside), so the choice is about speed only.
 #pragma once
 
 #include <cstddef>
@@ -17,10 +17,20 @@ namespace pycomm {
 
 using CastFn = void (*)(void* dst, const void* src, size_t n_elems, float scale);
 
+// See blocks.h.
+struct BlockFns {
+  void (*quantize)(void* codes, float* src, size_t n_elems, const float* maxima, bool feedback);
+  void (*combine)(void* codes, const void* const* srcs, size_t n_srcs, size_t n_elems, const float* maxima,
+                  float* lost);
+  void (*dequantize)(float* dst, const void* codes, size_t n_elems, const float* maxima);
+};
+
 struct KernelTable {
   const char* name;
   ReduceFn reduce[kNumDTypes][kNumReduceOps];  // null: not defined
   CastFn cast[kNumDTypes][kNumDTypes];         // [dst][src]; null: no arithmetic on that pair
+  BlockFns blocks[kNumDTypes];                 // by the dtype of the codes; null: not defined
+  void (*block_maxima)(const float* src, size_t n_elems, float* maxima);
 };
 
 extern const KernelTable kBaselineTable;

@@ -5,6 +5,7 @@
 // product); avg and premul_sum of bool. For bool sum and max are or, product and min are and, as in torch.
 #pragma once
 
+#include "kernels/blocks_body.h"
 #include "kernels/cast_body.h"
 #include "kernels/isa.h"
 #include "kernels/reduce_body.h"
@@ -66,6 +67,11 @@ constexpr void fill_small_casts(KernelTable& table, DType t) {
   table.cast[at(t)][at(t)] = cast_entry<F, F>;
 }
 
+template <class F>
+constexpr void fill_blocks(KernelTable& table, DType t) {
+  table.blocks[at(t)] = {quantize_entry<F>, combine_entry<F>, dequantize_entry<F>};
+}
+
 constexpr KernelTable make_table(const char* name) {
   KernelTable table{};
   table.name = name;
@@ -94,6 +100,12 @@ constexpr KernelTable make_table(const char* name) {
   table.cast[at(DType::kFloat64)][at(DType::kFloat32)] = cast_entry<Plain<double>, Float32AsDouble>;
   table.cast[at(DType::kComplex64)][at(DType::kComplex64)] = cast_entry<Plain<float>, Plain<float>, 2>;
   table.cast[at(DType::kComplex128)][at(DType::kComplex128)] = cast_entry<Plain<double>, Plain<double>, 2>;
+
+  fill_blocks<Int8>(table, DType::kInt8);
+  fill_blocks<BlockFloat8>(table, DType::kFloat8E4M3);
+  fill_blocks<BlockFloat16>(table, DType::kFloat16);
+  fill_blocks<BlockBFloat16>(table, DType::kBFloat16);
+  table.block_maxima = PYCOMM_ISA_NS::block_maxima;
   return table;
 }
 
