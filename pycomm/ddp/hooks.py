@@ -5,6 +5,12 @@ number of ranks; what its Future holds becomes the gradients. torch's own hooks 
 compression and their wrappers, PowerSGD, post-local SGD) run unchanged: they call torch.distributed, with the
 group that their state names.
 
+A parameter whose gradient is sparse is a bucket of its own, as in torch: its buffer is the sparse gradient,
+coalesced. It comes after the others. Which these are is known from ``Embedding`` and ``EmbeddingBag`` layers
+with ``sparse=True``; a gradient that turns out sparse elsewhere is given to the hook when it does. torch's
+allreduce hook takes such a buffer, over gloo; hooks that flatten or narrow it (fp16, PowerSGD) raise, as they
+do under torch's wrapper.
+
 **One hook at a time.** The hook of a bucket is called when the Future of the bucket before is done. Some
 hooks (PowerSGD) launch collectives from callbacks and block in them; with several buckets under way these
 would take all threads of gloo and wait for each other for ever.
@@ -19,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GradBucket", "Hook", "HookWire"]
+__all__ = ["GradBucket", "Hook", "HookWire", "LooseHook"]
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 
@@ -58,7 +64,7 @@ class GradBucket:
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """The gradients as one flat tensor, undivided."""
+        """The gradients as one flat tensor, undivided; or the sparse gradient."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
@@ -122,13 +128,7 @@ class HookWire:
         self._bucket.set_buffer(self._memory)
         if self._before is not None:
             self._before.settle()
-        future = self._hook(self._state, self._bucket)
-        if not hasattr(future, "wait"):
-            raise TypeError(
-                f"DistributedDataParallel: the communication hook {_name_of(self._hook)} must return a "
-                f"torch.futures.Future, got {type(future).__name__}"
-            )
-        self._future = future
+        self._future = _call(self._hook, self._state, self._bucket)
         if not async_op:
             self.settle()
 
@@ -137,15 +137,7 @@ class HookWire:
         future, self._future = self._future, None
         if future is None:
             return
-        result = future.wait()
-        if isinstance(result, (list, tuple)) and len(result) == 1:
-            result = result[0]
-        if not isinstance(result, Tensor) or result.numel() != self._memory.numel():
-            got = f"{result.numel()} elements" if isinstance(result, Tensor) else type(result).__name__
-            raise TypeError(
-                f"DistributedDataParallel: the Future of the communication hook {_name_of(self._hook)} must "
-                f"hold one tensor of the bucket's {self._memory.numel()} elements, got {got}"
-            )
+        result = _result(future, self._hook, self._memory.numel())
         if result.data_ptr() != self._memory.data_ptr() or result.dtype is not self._memory.dtype:
             self._memory.copy_(result.detach().view(-1))
 
@@ -155,6 +147,65 @@ class HookWire:
         if not all(map(is_, self._gradients, self._views)):
             torch._foreach_copy_(self._gradients, self._views)
         self._gradients = []
+
+
+class LooseHook:
+    """Gives gradients that are in no bucket to a hook, one by one, each as a bucket of its own.
+
+    Args:
+        hook, state: what the user registered.
+        size: the number of ranks, by which a share of a weighted average is multiplied.
+        first: the number of the first of these buckets.
+        n: how many there are; the last one is the last of the backward.
+    """
+
+    def __init__(self, hook: Hook, state: Any, size: int, first: int, n: int) -> None:
+        self._hook = hook
+        self._state = state
+        self._size = size
+        self._first = first
+        self._n = n
+
+    def reduce(self, at: int, parameter: nn.Parameter, gradient: Tensor, weight: float | None) -> Tensor:
+        """What the hook makes of a gradient, which it may overwrite; sparse or dense as the hook gives it."""
+        if weight is not None:
+            gradient = gradient * (weight * self._size)
+        is_sparse = gradient.layout is not torch.strided
+        buffer = gradient if is_sparse else gradient.contiguous().view(-1)
+        bucket = GradBucket(
+            self._first + at,
+            at == self._n - 1,
+            buffer,
+            [gradient if is_sparse else buffer.view(parameter.shape)],
+            [parameter],
+        )
+        result = _result(_call(self._hook, self._state, bucket), self._hook, parameter.numel()).detach()
+        if result.layout is not torch.strided:
+            return result.to(parameter.dtype).coalesce()
+        return result.to(parameter.dtype).view(parameter.shape)
+
+
+def _call(hook: Hook, state: Any, bucket: GradBucket) -> torch.futures.Future[Any]:
+    future = hook(state, bucket)
+    if not hasattr(future, "wait"):
+        raise TypeError(
+            f"DistributedDataParallel: the communication hook {_name_of(hook)} must return a "
+            f"torch.futures.Future, got {type(future).__name__}"
+        )
+    return future
+
+
+def _result(future: torch.futures.Future[Any], hook: Hook, n_elems: int) -> Tensor:
+    result = future.wait()
+    if isinstance(result, (list, tuple)) and len(result) == 1:
+        result = result[0]
+    if not isinstance(result, Tensor) or result.numel() != n_elems:
+        got = f"{result.numel()} elements" if isinstance(result, Tensor) else type(result).__name__
+        raise TypeError(
+            f"DistributedDataParallel: the Future of the communication hook {_name_of(hook)} must "
+            f"hold one tensor of the bucket's {n_elems} elements, got {got}"
+        )
+    return result
 
 
 def _name_of(hook: Hook) -> str:

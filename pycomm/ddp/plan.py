@@ -169,7 +169,9 @@ def build(plan: Plan, comm: Communicator, structure: Structure, settings: Settin
     for bucket in places:
         indices = [order[at] for at in bucket]
         parameters = [structure.parameters[i] for i in indices]
-        made = _make(comm, settings, indices, parameters, (len(buckets), len(places)), before)
+        made = _make(
+            comm, settings, indices, parameters, (len(buckets), len(places) + len(plan.loose)), before
+        )
         before = made.wire if isinstance(made.wire, HookWire) else None
         buckets.append(made)
     plan.take(buckets)

@@ -33,6 +33,7 @@ from pycomm import _C
 from pycomm.communicator import Communicator
 from pycomm.ddp import resolve as resolution
 from pycomm.ddp.agree import in_memory_order
+from pycomm.ddp.hooks import HookWire, LooseHook
 from pycomm.ddp.plan import Bucket, Plan, Settings, build
 from pycomm.ddp.problems import Problem, Whole
 from pycomm.ddp.sinks import Forward, defer
@@ -97,6 +98,8 @@ class Reducer:
         self.names, self.parameters = structure.names, structure.parameters
         self.plan = Plan(self.parameters, self.tally)
         self._everything = frozenset(range(len(self.parameters)))
+        if self.settings.hook is not None:  # a hook is given sparse gradients as such, from the first on
+            self.plan.loose.update(i for i, is_sparse in enumerate(structure.is_sparse) if is_sparse)
         self.new = set()
         self.rebuild()
         self._reset()
@@ -212,7 +215,10 @@ class Reducer:
             if plan.loose:
                 for parameter in self._loose_parameters():
                     parameter.grad = None
-                reduce_loose(self.comm, self._loose_parameters(), [False] * len(plan.loose), weight)
+                is_new = [False] * len(plan.loose)
+                reduce_loose(
+                    self.comm, self._loose_parameters(), is_new, weight, self.loose_hook(len(is_new))
+                )
             for bucket in plan.buckets:
                 bucket.wire.finish()
             has_problems = self.times.exchange(self.comm, 0) > 0
@@ -353,10 +359,20 @@ class Reducer:
     def _reduce_loose(self, known: Set[int]) -> None:
         loose = sorted(self.plan.loose)
         is_new = [i in known for i in loose]
-        reduce_loose(self.comm, self._loose_parameters(), is_new, self.weight)
+        reduce_loose(self.comm, self._loose_parameters(), is_new, self.weight, self.loose_hook(len(loose)))
         for index, new in zip(loose, is_new, strict=True):
             if not new:
                 self.problems[index] = Problem.UNUSED
+
+    def loose_hook(self, n: int) -> LooseHook | None:
+        """Gives ``n`` gradients of no bucket to the hook, after those of all buckets; None without a hook."""
+        hook = self.settings.hook
+        if hook is None:
+            return None
+        buckets = self.plan.buckets
+        if buckets and isinstance(buckets[-1].wire, HookWire):
+            buckets[-1].wire.settle()
+        return LooseHook(hook, self.settings.hook_state, self.comm.size, len(buckets), n)
 
     def _loose_parameters(self) -> list[nn.Parameter]:
         return [self.parameters[i] for i in sorted(self.plan.loose)]

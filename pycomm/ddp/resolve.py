@@ -101,7 +101,7 @@ def _loosen(reducer: Reducer, table: Tensor) -> None:
         # The bucket holds the average of those that were dense; a sparse rank counted as zeros in it.
         dense = reducer.stand_ins[index] if is_sparse else parameter.grad
         mine = parameter.grad if is_sparse else None
-        average = sparse_average(reducer.comm, parameter, mine, reducer.weight)
+        average = sparse_average(reducer.comm, parameter, mine, reducer.weight, reducer.loose_hook(0))
         if reducer.problems.get(index) is Problem.JOINED:
             continue
         if bool((table[:, index] == Problem.NONE).any()):

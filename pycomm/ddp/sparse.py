@@ -2,7 +2,8 @@
 
 The ranks' numbers of entries differ, so each gradient costs an exchange of the counts and two gatherings,
 after the buckets. A gradient that is dense on some rank (a weight tied to a Linear) becomes dense on all.
-Half precision is summed in float32, in rank order, the same on every rank.
+Half precision is summed in float32, in rank order, the same on every rank. A communication hook is given
+the gradients instead, one by one (pycomm/ddp/hooks.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pycomm.communicator import Communicator
+from pycomm.ddp.hooks import LooseHook
 
 __all__ = ["reduce_loose", "sparse_average"]
 
@@ -21,7 +23,11 @@ _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def reduce_loose(
-    comm: Communicator, parameters: Sequence[nn.Parameter], is_new: Sequence[bool], weight: float | None
+    comm: Communicator,
+    parameters: Sequence[nn.Parameter],
+    is_new: Sequence[bool],
+    weight: float | None,
+    hook: LooseHook | None = None,
 ) -> list[bool]:
     """Averages gradients that may be sparse, dense or absent on each rank. Collective.
 
@@ -30,6 +36,7 @@ def reduce_loose(
         parameters: in the same order on all ranks; their ``grad`` is replaced (dense ones are overwritten).
         is_new: whether this rank's gradient has changed since the last reduction.
         weight: this rank's share, None: 1/size.
+        hook: reduces each of them that is new somewhere.
 
     Returns:
         For each parameter whether any rank's gradient was new; the others keep what they had.
@@ -58,7 +65,12 @@ def reduce_loose(
         kinds, dims = table[:, row, 0].tolist(), table[:, row, 2]
         sparse_dims = set(dims[table[:, row, 0] == _SPARSE].tolist())
         if _DENSE in kinds or len(sparse_dims) > 1:
-            _reduce_dense(comm, parameter, held[row], weight)
+            _reduce_dense(comm, parameter, held[row], weight, row, hook)
+        elif hook is not None:
+            mine_or_empty = held[row]
+            if mine_or_empty is None:
+                mine_or_empty = _empty(parameter, sparse_dims.pop())
+            parameter.grad = hook.reduce(row, parameter, mine_or_empty, weight)
         else:
             counts = table[:, row, 1].tolist()
             parameter.grad = _gather(comm, parameter, held[row], counts, sparse_dims.pop(), weight)
@@ -66,27 +78,60 @@ def reduce_loose(
 
 
 def _reduce_dense(
-    comm: Communicator, parameter: nn.Parameter, gradient: Tensor | None, weight: float | None
+    comm: Communicator,
+    parameter: nn.Parameter,
+    gradient: Tensor | None,
+    weight: float | None,
+    row: int,
+    hook: LooseHook | None,
 ) -> None:
     if gradient is None:
         gradient = torch.zeros_like(parameter)
     elif gradient.layout is not torch.strided:
         gradient = gradient.to_dense()
-    comm.all_reduce(gradient.detach(), op="avg" if weight is None else ("premul_sum", weight))
+    if hook is not None:
+        average = hook.reduce(row, parameter, gradient.detach(), weight)
+        gradient.copy_(average.to_dense() if average.layout is not torch.strided else average)
+    else:
+        comm.all_reduce(gradient.detach(), op="avg" if weight is None else ("premul_sum", weight))
     parameter.grad = gradient
 
 
 def sparse_average(
-    comm: Communicator, parameter: nn.Parameter, gradient: Tensor | None, weight: float | None
+    comm: Communicator,
+    parameter: nn.Parameter,
+    gradient: Tensor | None,
+    weight: float | None,
+    hook: LooseHook | None = None,
 ) -> Tensor:
-    """The average of sparse gradients, None counting as zeros; sparse, coalesced. Collective."""
+    """The average of sparse gradients, None counting as zeros; sparse, coalesced. Collective.
+
+    With ``hook``, what it makes of them (as its first bucket).
+    """
     mine = torch.zeros(2, dtype=torch.int64)
     if gradient is not None:
         gradient = gradient.detach().coalesce()
         mine = torch.tensor([gradient._nnz(), gradient.sparse_dim()])
     table = torch.empty(comm.size, 2, dtype=torch.int64)
     comm.all_gather(table, mine)
-    return _gather(comm, parameter, gradient, table[:, 0].tolist(), int(table[:, 1].max()), weight)
+    sparse_dim = int(table[:, 1].max())
+    if hook is not None:
+        return hook.reduce(
+            0, parameter, _empty(parameter, sparse_dim) if gradient is None else gradient, weight
+        )
+    return _gather(comm, parameter, gradient, table[:, 0].tolist(), sparse_dim, weight)
+
+
+def _empty(parameter: nn.Parameter, sparse_dim: int) -> Tensor:
+    """Sparse zeros, coalesced."""
+    shape = parameter.shape
+    return torch.sparse_coo_tensor(
+        torch.empty(sparse_dim, 0, dtype=torch.int64),
+        torch.empty(0, *shape[sparse_dim:], dtype=parameter.dtype),
+        shape,
+        is_coalesced=True,
+        check_invariants=False,
+    )
 
 
 def _gather(
@@ -100,12 +145,7 @@ def _gather(
     """All ranks' entries, each scaled by its rank's share, summed where they meet."""
     shape, dtype = parameter.shape, parameter.dtype
     if gradient is None:
-        gradient = torch.sparse_coo_tensor(
-            torch.empty(sparse_dim, 0, dtype=torch.int64),
-            torch.empty(0, *shape[sparse_dim:], dtype=dtype),
-            shape,
-            check_invariants=False,
-        ).coalesce()
+        gradient = _empty(parameter, sparse_dim)
     share = 1.0 / comm.size if weight is None else weight
     values = gradient.values().to(_WIDE.get(dtype, dtype)) * share
     indices = gradient.indices().t().contiguous()

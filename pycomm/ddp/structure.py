@@ -20,6 +20,8 @@ from pycomm.ddp.agree import describe
 
 __all__ = ["Structure", "is_refused"]
 
+_SPARSE_LAYERS = (nn.Embedding, nn.EmbeddingBag)
+
 
 class Structure:
     """The parameters of ``module`` now, without those whose names are ``ignored``.
@@ -55,6 +57,9 @@ class Structure:
         late = {id(p) for _, p in delayed}
         #: Whether each trained parameter is one of ``delayed``.
         self.is_delayed = [id(p) in late for p in self.parameters]
+        sparse = {id(m.weight) for m in module.modules() if isinstance(m, _SPARSE_LAYERS) and m.sparse}
+        #: Whether each trained parameter belongs to a layer that makes sparse gradients.
+        self.is_sparse = [id(p) in sparse for p in self.parameters]
 
     def is_current(self, all_came: bool = False) -> bool:
         """False when a parameter was added, removed, replaced, frozen, unfrozen or cast since then.

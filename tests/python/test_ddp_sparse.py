@@ -1,8 +1,14 @@
 """Sparse gradients: averaged, and sparse still; expected are dense float64 gradients of plain modules."""
 
+import contextlib
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as Torchs
 
 import pycomm
 from ranks import run_ranks
@@ -74,8 +80,14 @@ def train(rank, size, overlap, hooked, dtype):
 
 
 def average(comm, bucket):
-    future = torch.futures.Future()
-    future.set_result(comm.all_reduce(bucket.buffer(), op="avg"))
+    """A hook; sparse gradients come as buckets of their own."""
+    buffer, future = bucket.buffer(), torch.futures.Future()
+    if buffer.is_sparse:
+        assert bucket.gradients() == [buffer]
+        assert [p.shape for p in bucket.parameters()] == [buffer.shape]
+        buffer = buffer.to_dense()
+    comm.all_reduce(buffer, op="avg")
+    future.set_result(buffer.to_sparse(1) if bucket.buffer().is_sparse else buffer)
     return future
 
 
@@ -126,3 +138,68 @@ def test_a_sparse_gradient_that_does_not_come_is_an_error():
     for messages in run_ranks(2, missing):
         for message in messages:
             assert "rank 1: got no gradient in this backward: bag.weight (1 of 5)" in message
+
+
+class Functional(nn.Module):
+    """A table whose gradients are sparse, though no layer says so, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.table = nn.Parameter(torch.randn(7, 3))
+        self.words = nn.Embedding(6, 3, sparse=True)
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, ids: torch.Tensor, sparse: bool = True) -> torch.Tensor:
+        x = nn.functional.embedding(ids, self.table, sparse=sparse) + self.words(ids % 6)
+        return self.linear(x).square().mean()
+
+
+def train_hooked(rank, size, wrapper, weighted):
+    path = os.path.join(os.environ["PYCOMM_RUN_DIR"], "store")
+    dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
+    net = Functional()
+    ddp = wrapper(net, bucket_cap_mb=TINY)
+    seen, found = [], []
+
+    def spy(state, bucket):
+        seen.append((bucket.index(), bucket.is_last(), bucket.buffer().is_sparse, len(bucket.parameters())))
+        return default_hooks.allreduce_hook(state, bucket)
+
+    ddp.register_comm_hook(None, spy)
+    for step in range(3):
+        ddp.zero_grad()
+        seen.append("step")
+        with ddp.weighted(1 + 2 * rank) if weighted else contextlib.nullcontext():
+            ddp(torch.arange(step, step + 3) + rank, wrapper is not Torchs).backward()
+        found.append({name: dense(p.grad) for name, p in net.named_parameters()})
+        assert net.words.weight.grad.is_sparse
+    dist.destroy_process_group()
+    return seen, found
+
+
+@pytest.mark.parametrize(("size", "weighted"), [(1, False), (2, False), (3, False), (3, True)])
+def test_torchs_allreduce_hook_is_given_sparse_gradients(size, weighted):
+    """As torch's wrapper does; expected is one process, and torch's wrapper where it can."""
+    by_rank = run_ranks(size, train_hooked, pycomm.DistributedDataParallel, weighted)
+    shares = [(1 + 2 * r) / size**2 if weighted else 1 / size for r in range(size)]
+    for step in range(3):
+        net = Functional().double()
+        sum(net(torch.arange(step, step + 3) + r) * shares[r] for r in range(size)).backward()
+        for _, found in by_rank:
+            for name, p in net.named_parameters():
+                torch.testing.assert_close(
+                    found[step][name].double(), p.grad.to_dense(), rtol=1e-5, atol=1e-6
+                )
+    seen = by_rank[0][0]
+    second = seen[seen.index("step", 1) + 1 :]
+    second = second[: second.index("step")]
+    # dense buckets first, then each sparse gradient; only the last says that it is
+    assert [s[2] for s in second] == [False] * (len(second) - 2) + [True, True]
+    assert [s[1] for s in second] == [False] * (len(second) - 1) + [True]
+    assert [s[0] for s in second] == list(range(len(second)))
+    if not weighted:
+        for step, theirs in enumerate(run_ranks(size, train_hooked, Torchs, False)[0][1]):
+            # torch 2.13 divides the dense gradient of ``table`` twice, with a hook and without: left out
+            for name, gradient in ((n, g) for n, g in theirs.items() if n != "table"):
+                torch.testing.assert_close(by_rank[0][1][step][name], gradient, rtol=1e-5, atol=1e-6)
