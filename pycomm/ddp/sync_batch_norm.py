@@ -9,6 +9,10 @@ all_gather of (m, v, n) gives m = Σ n_r m_r / N and v = Σ n_r (v_r + (m_r − 
 the same bits on all (T. Chan et al., "Updating Formulae and a Pairwise Algorithm for Computing Sample
 Variances", 1979). Backward is one all_reduce of Σ dy and Σ dy·(x − m); the gradients of weight and bias
 stay local, to be averaged as all others are. Half precision is computed in float32.
+
+Differentiable twice and more, which torch's layer is not: with ``create_graph`` (on all ranks alike, as all
+that needs collectives) backward computes m and v once more from x, in operations that autograd knows and a
+sum over ranks whose gradient is the sum over ranks of the gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from pycomm.communicator import Communicator
 
@@ -73,7 +76,7 @@ class _Normalise(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
         channels, dims = x.shape[1], [d for d in range(x.dim()) if d != 1]
-        values = x.detach().to(wide)
+        values = x.to(wide)
         n = values.numel() // channels
         mine = torch.zeros(2 * channels + 1, dtype=torch.float64)
         if n > 0:
@@ -90,34 +93,60 @@ class _Normalise(torch.autograd.Function):
         centred = values - mean.to(wide).view(shape)
         out = centred * scale.view(shape)
         if weight is not None:
-            out = out * weight.detach().to(wide).view(shape)
+            out = out * weight.to(wide).view(shape)
         if bias is not None:
-            out = out + bias.detach().to(wide).view(shape)
-        ctx.save_for_backward(centred, scale, weight)
-        ctx.facts = comm, float(total), dims, shape, x.dtype, bias is not None
+            out = out + bias.to(wide).view(shape)
+        ctx.save_for_backward(x, weight, mean.to(wide), scale)
+        ctx.facts = comm, float(total), dims, shape, eps, bias is not None
         ctx.mark_non_differentiable(mean, variance, total)
         return out.to(x.dtype), mean, variance, total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        centred, scale, weight = ctx.saved_tensors
-        comm, total, dims, shape, dtype, has_bias = ctx.facts
-        dy = dy.to(centred.dtype)
-        sums = torch.cat([dy.sum(dims), (dy * centred).sum(dims)]).double()
-        local = sums.clone()
-        comm.all_reduce(sums)
-        channels = scale.numel()
-        sum_dy, sum_dy_x = (part.to(centred.dtype).view(shape) for part in torch.split(sums, channels))
-        wide = scale.view(shape)
-        dx = (dy - sum_dy / total - centred * wide.square() * sum_dy_x / total) * wide
+        x, weight, mean, scale = ctx.saved_tensors
+        comm, total, dims, shape, eps, has_bias = ctx.facts
+        wide, channels = scale.dtype, scale.numel()
+        dy, values = dy.to(wide), x.to(wide)
+        if torch.is_grad_enabled():  # create_graph: mean and scale as functions of x
+            mean = (_sum(values.sum(dims).double(), comm) / total).to(wide)
+            centred = values - mean.view(shape)
+            variance = _sum(centred.square().sum(dims).double(), comm) / total
+            scale = (variance + eps).rsqrt().to(wide)
+        else:
+            centred = values - mean.view(shape)
+        local = torch.cat([dy.sum(dims), (dy * centred).sum(dims)])
+        sums = _sum(local.double(), comm).to(wide)
+        sum_dy, sum_dy_x = (part.view(shape) for part in torch.split(sums, channels))
+        wide_scale = scale.view(shape)
+        dx = (dy - sum_dy / total - centred * wide_scale.square() * sum_dy_x / total) * wide_scale
         d_weight = d_bias = None
         if weight is not None:
-            dx = dx * weight.to(dx.dtype).view(shape)
-            d_weight = (local[channels:].to(scale.dtype) * scale).to(weight.dtype)
+            dx = dx * weight.to(wide).view(shape)
+            d_weight = (local[channels:] * scale).to(weight.dtype)
         if has_bias:
-            d_bias = local[:channels].to(dtype if weight is None else weight.dtype)
-        return dx.to(dtype), d_weight, d_bias, None, None
+            d_bias = local[:channels].to(x.dtype if weight is None else weight.dtype)
+        return dx.to(x.dtype), d_weight, d_bias, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks; its gradient is the sum over ranks of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm = comm
+        everyones = mine.clone()
+        comm.all_reduce(everyones)
+        return everyones
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sum(gradient, ctx.comm), None
+
+
+def _sum(mine: Tensor, comm: Communicator) -> Tensor:
+    apply: Any = _Sum.apply
+    everyones: Tensor = apply(mine, comm)
+    return everyones
 
 
 def has_sync_batch_norm(module: nn.Module) -> bool:

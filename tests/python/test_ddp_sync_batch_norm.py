@@ -85,3 +85,56 @@ def test_statistics_and_gradients_are_those_of_the_concatenated_batch(size, opti
             torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12)
         for name, p in net.named_parameters():
             torch.testing.assert_close(copied[name], p.grad, rtol=1e-8, atol=1e-11)
+
+
+def penalty(net, x, weight):
+    """A gradient penalty with a loss: second derivatives of every parameter and of x."""
+    out = net(x)
+    (slope,) = torch.autograd.grad((out.tanh() * weight).sum(), x, create_graph=True)
+    return slope
+
+
+def penalise(rank, size, options, counts):
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(make(options))
+    ddp = pycomm.DistributedDataParallel(net, communicator=pycomm.init(), find_unused_parameters=True)
+    found = []
+    for _ in range(2):
+        ddp.zero_grad()
+        x = penalty_data(rank, counts[rank]).requires_grad_()
+        slope = penalty(ddp, x, 1.0 + rank)
+        (slope.square().sum() * size).backward()
+        found.append((slope.detach(), x.grad, {n: p.grad.clone() for n, p in net.named_parameters()}))
+    return found
+
+
+def penalty_data(rank, n):
+    generator = torch.Generator().manual_seed(40 + rank)
+    return torch.randn(n, 3, 6, 6, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("counts", "options"),
+    [((3,), {}), ((3, 2), {}), ((1, 3, 2), {"affine": False}), ((2, 1, 1, 3), {"momentum": None})],
+)
+def test_it_is_differentiable_twice(counts, options):
+    """Expected: a plain BatchNorm in float64 on the concatenated batch, also for the gradients of x."""
+    size = len(counts)
+    net = make(options)
+    x = torch.cat([penalty_data(rank, n) for rank, n in enumerate(counts)]).requires_grad_()
+    weight = torch.cat([torch.full((n, 1), 1.0 + rank, dtype=torch.float64) for rank, n in enumerate(counts)])
+    slope = penalty(net, x, weight)
+    slope.square().sum().backward()
+    assert bool(net.conv.weight.grad.any())
+    results = run_ranks(size, penalise, options, counts)
+    close = {"rtol": 1e-8, "atol": 1e-10}
+    for step in range(2):
+        slopes = torch.cat([result[step][0] for result in results])
+        torch.testing.assert_close(slopes, slope.detach(), **close)
+        # each rank's loss was multiplied by the number of ranks, against the average over them
+        grads = torch.cat([result[step][1] for result in results]) / size
+        torch.testing.assert_close(grads, x.grad, **close)
+        for result in results:
+            for name, p in net.named_parameters():
+                wanted = torch.zeros_like(p) if p.grad is None else p.grad
+                torch.testing.assert_close(result[step][2].get(name, wanted), wanted, **close)
