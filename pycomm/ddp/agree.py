@@ -27,6 +27,7 @@ __all__ = [
     "digest",
     "in_memory_order",
     "memory_order",
+    "views_of",
 ]
 
 
@@ -46,6 +47,22 @@ def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
 def in_memory_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
     """A view of ``tensor`` whose logical order is ``order``; contiguous where the tensor lies so."""
     return tensor if order is None else tensor.permute(order)
+
+
+def views_of(buffer: Tensor, parameters: Sequence[Tensor], *, in_memory_order: bool) -> list[Tensor]:
+    """Pieces of ``buffer`` in the parameters' shapes; contiguous, or with their memory order."""
+    pieces = []
+    at = 0
+    for parameter in parameters:
+        order = memory_order(parameter) if in_memory_order else None
+        piece = buffer[at : at + parameter.numel()]
+        if order is None:
+            pieces.append(piece.view(parameter.shape))
+        else:
+            laid_out = piece.view([parameter.shape[d] for d in order])
+            pieces.append(laid_out.permute([order.index(d) for d in range(len(order))]))
+        at += parameter.numel()
+    return pieces
 
 
 def describe(what: str, name: str, tensor: Tensor) -> str:

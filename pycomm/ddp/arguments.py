@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Torchs
 
 from pycomm.communicator import Communicator
+from pycomm.ddp.error_feedback import ErrorFeedback
 from pycomm.ddp.mixed_precision import fault_of_precision, reduction
 from pycomm.ddp.plan import Overlap, Settings
 from pycomm.ddp.structure import is_refused
@@ -24,7 +25,6 @@ from pycomm.initialize import init
 __all__ = ["Arguments", "communicator_for", "first_fault", "group_for", "settings_from"]
 
 OVERLAP_VARIABLE = "PYCOMM_DDP_OVERLAP"
-DEFAULT_CAP_MB = 25.0
 FIRST_BUCKET_BYTES = 1 << 20
 _WHO = "DistributedDataParallel"
 _MIB = 1 << 20
@@ -37,6 +37,7 @@ class Arguments:
     bucket_cap_mb: float | None
     bucket_cap_mb_list: list[float] | None
     compression: Any
+    error_feedback: bool
     overlap: str
     device_ids: Any
     output_device: Any
@@ -81,6 +82,9 @@ def first_fault(named: dict[str, nn.Parameter], given: Arguments) -> tuple[type[
     if given.compression is not None and given.compression not in WIRE_DTYPES:
         known = ", ".join(map(repr, WIRE_DTYPES))
         return ValueError, f"compression must be one of {known} or None, got {given.compression!r}"
+    has_codes = given.compression is not None or reduction(given.mixed_precision) is not None
+    if given.error_feedback and not has_codes:
+        return ValueError, "error_feedback is of what a compression loses: give compression as well"
     for name, caps in (
         ("bucket_cap_mb", [given.bucket_cap_mb] if given.bucket_cap_mb is not None else []),
         ("bucket_cap_mb_list", given.bucket_cap_mb_list or []),
@@ -114,16 +118,19 @@ def first_fault(named: dict[str, nn.Parameter], given: Arguments) -> tuple[type[
     return fault_of_precision(given.mixed_precision, given.compression is not None)
 
 
-def settings_from(given: Arguments, may_be_unused: bool, as_view: bool) -> Settings:
-    """The reducer's settings; the arguments have no fault."""
-    cap = int((DEFAULT_CAP_MB if given.bucket_cap_mb is None else given.bucket_cap_mb) * _MIB)
+def settings_from(
+    given: Arguments, may_be_unused: bool, as_view: bool, default_cap: int, feedback: ErrorFeedback | None
+) -> Settings:
+    """The reducer's settings; the arguments have no fault. ``default_cap``: bytes where none are given."""
+    cap = default_cap if given.bucket_cap_mb is None else int(given.bucket_cap_mb * _MIB)
     compression = given.compression or reduction(given.mixed_precision)
     return Settings(
-        first_cap=min(FIRST_BUCKET_BYTES, cap),
+        first_cap=cap if given.overlap == "end" else min(FIRST_BUCKET_BYTES, cap),
         cap=cap,
         caps=tuple(int(c * _MIB) for c in given.bucket_cap_mb_list or ()),
         may_be_unused=may_be_unused,
         compression=compression,
+        feedback=feedback,
         overlap=cast(Overlap, given.overlap),
         as_view=as_view,
     )
@@ -136,6 +143,7 @@ def described(given: Arguments, **more: Any) -> str:
         "bucket_cap_mb_list": given.bucket_cap_mb_list,
         **more,
         "compression": given.compression,
+        "error_feedback": given.error_feedback,
         "mixed_precision": given.mixed_precision,
     }
     return "arguments " + ", ".join(f"{name}={value}" for name, value in fields.items())

@@ -18,10 +18,13 @@ from torch import Tensor, nn
 
 from pycomm import _C
 from pycomm.communicator import Communicator
-from pycomm.ddp.agree import memory_order
+from pycomm.ddp.agree import in_memory_order, memory_order, views_of
+from pycomm.ddp.block_wire import CODED_DTYPES, BlockWire
+from pycomm.ddp.error_feedback import ErrorFeedback
+from pycomm.ddp.half_wire import HalfWire
 from pycomm.ddp.hooks import GradBucket, Hook, HookWire
 from pycomm.ddp.structure import Structure
-from pycomm.ddp.wire import Compression, HalfWire, PlainWire, Wire
+from pycomm.ddp.wire import WIRE_DTYPES, Compression, PlainWire, Wire
 
 __all__ = ["Bucket", "Overlap", "Plan", "Settings", "assign", "build"]
 
@@ -40,6 +43,7 @@ class Settings:
     caps: tuple[int, ...]
     may_be_unused: bool
     compression: Compression | None
+    feedback: ErrorFeedback | None
     overlap: Overlap
     as_view: bool
     hook: Hook | None = None
@@ -59,6 +63,8 @@ class Bucket:
     wire: Wire
     views: list[Tensor] | None
     """Where gradients live when they are views of the bucket's memory; else None."""
+    laid_out: list[Tensor] | None
+    """The same views as they are given to the wire: in memory order."""
 
     @property
     def n_bytes(self) -> int:
@@ -165,14 +171,15 @@ def build(plan: Plan, comm: Communicator, structure: Structure, settings: Settin
         sizes.append(parameter.numel() * parameter.element_size())
     places = assign(sizes, kinds, settings.first_cap, settings.cap, settings.caps)
     buckets: list[Bucket] = []
-    before: HookWire | None = None
+    before: Wire | None = None
     for bucket in places:
         indices = [order[at] for at in bucket]
         parameters = [structure.parameters[i] for i in indices]
         made = _make(
             comm, settings, indices, parameters, (len(buckets), len(places) + len(plan.loose)), before
         )
-        before = made.wire if isinstance(made.wire, HookWire) else None
+        if not isinstance(made.wire, PlainWire):
+            before = made.wire
         buckets.append(made)
     plan.take(buckets)
 
@@ -183,9 +190,9 @@ def _make(
     indices: list[int],
     parameters: list[nn.Parameter],
     number: tuple[int, int],
-    before: HookWire | None,
+    before: Wire | None,
 ) -> Bucket:
-    """One bucket; ``number`` is (its number, how many there are), ``before`` the hook's wire before it."""
+    """One bucket; ``number`` is (its number, how many there are), ``before`` the last wire of the kind."""
     n_elems, dtype = sum(p.numel() for p in parameters), parameters[0].dtype
     buffer: Tensor | None = None
     if settings.hook is not None:
@@ -195,31 +202,30 @@ def _make(
     is_view = settings.as_view and buffer is not None
     views = None if buffer is None else views_of(buffer, parameters, in_memory_order=is_view)
     orders = [memory_order(p) for p in parameters]
+    laid_out = views
+    if views is not None and settings.hook is None:
+        laid_out = [in_memory_order(view, order) for view, order in zip(views, orders, strict=True)]
     wire: Wire
     if settings.hook is not None and buffer is not None and views is not None:
         bucket = GradBucket(number[0], number[0] == number[1] - 1, buffer, views, parameters)
-        wire = HookWire(bucket, settings.hook, settings.hook_state, comm.size, before)
+        hooks_before = before if isinstance(before, HookWire) else None
+        wire = HookWire(bucket, settings.hook, settings.hook_state, comm.size, hooks_before)
         orders = []
-    elif settings.compression is not None and dtype == torch.float32:
+    elif settings.compression is None or not _is_compressed(settings.compression, dtype):
+        wire = PlainWire(comm, buffer, laid_out)
+    elif settings.compression in ("fp16", "bf16") and settings.feedback is None:
         wire = HalfWire(comm, settings.compression, n_elems)
     else:
-        wire = PlainWire(comm, buffer, views)
-    views = views if is_view else None
+        coded_before = before if isinstance(before, BlockWire) else None
+        wire = BlockWire(comm, settings.compression, parameters, settings.feedback, coded_before)
+    if not is_view:
+        views = laid_out = None
     is_reordered = any(order is not None for order in orders)
-    return Bucket(indices, parameters, orders if is_reordered else None, n_elems, dtype, wire, views)
+    return Bucket(
+        indices, parameters, orders if is_reordered else None, n_elems, dtype, wire, views, laid_out
+    )
 
 
-def views_of(buffer: Tensor, parameters: Sequence[Tensor], *, in_memory_order: bool) -> list[Tensor]:
-    """Pieces of ``buffer`` in the parameters' shapes; contiguous, or with their memory order."""
-    pieces = []
-    at = 0
-    for parameter in parameters:
-        order = memory_order(parameter) if in_memory_order else None
-        piece = buffer[at : at + parameter.numel()]
-        if order is None:
-            pieces.append(piece.view(parameter.shape))
-        else:
-            laid_out = piece.view([parameter.shape[d] for d in order])
-            pieces.append(laid_out.permute([order.index(d) for d in range(len(order))]))
-        at += parameter.numel()
-    return pieces
+def _is_compressed(compression: Compression, dtype: torch.dtype) -> bool:
+    """Whether gradients of ``dtype`` travel as something smaller."""
+    return dtype in CODED_DTYPES and WIRE_DTYPES[compression].itemsize < dtype.itemsize

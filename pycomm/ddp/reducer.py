@@ -248,7 +248,8 @@ class Reducer:
         if sum(map(Tensor.numel, gradients)) != bucket.n_elems:
             gradients = self._reshaped(bucket, gradients)
         if bucket.views is not None and self._move_into(bucket, bucket.views, gradients):
-            return bucket.views
+            assert bucket.laid_out is not None
+            return bucket.laid_out
         if bucket.orders is not None:
             return [in_memory_order(g, o) for g, o in zip(gradients, bucket.orders, strict=True)]
         return gradients

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from pycomm.communicator import Communicator
 from pycomm.ddp.arguments import Arguments, communicator_for
+from pycomm.ddp.bucket_size import DEFAULT_BYTES
 from pycomm.ddp.buffers import Buffers
+from pycomm.ddp.error_feedback import Feedback
 from pycomm.ddp.facts import Facts
 from pycomm.ddp.join import Joining
 from pycomm.ddp.logging_data import Logging
@@ -39,6 +41,7 @@ _WHO = "DistributedDataParallel"
 _OF_THIS_PROCESS = frozenset(
     (
         "communicator",
+        "_feedback",
         "process_group",
         "device_mesh",
         "_reducer",
@@ -104,7 +107,7 @@ class ReducerNames:
         self._ddp._check_reducer_finalized()
 
 
-class TorchNames(Joining, Weighing, Buffers, Facts, Logging, nn.parallel.DistributedDataParallel):
+class TorchNames(Joining, Weighing, Buffers, Facts, Logging, Feedback, nn.parallel.DistributedDataParallel):
     """Attributes and methods under torch's names; the wrapper itself is in pycomm/ddp/wrapper.py."""
 
     communicator: Communicator
@@ -127,7 +130,10 @@ class TorchNames(Joining, Weighing, Buffers, Facts, Logging, nn.parallel.Distrib
         self.is_multi_device_module = False
         self.logger = None
         self.broadcast_bucket_size = 250 << 20
-        self.bucket_bytes_cap = int((self._given.bucket_cap_mb or 25) * (1 << 20))
+        cap = self._given.bucket_cap_mb
+        self.bucket_bytes_cap = DEFAULT_BYTES if cap is None else int(cap * (1 << 20))
+        self._feedback = None
+        self._residuals = {}
         self.bucket_bytes_cap_default = self._given.bucket_cap_mb is None
         self.bucket_bytes_cap_list = [int(c * (1 << 20)) for c in self._given.bucket_cap_mb_list or ()]
         self._use_python_reducer = False
@@ -311,7 +317,12 @@ class TorchNames(Joining, Weighing, Buffers, Facts, Logging, nn.parallel.Distrib
                 f"{_WHO}: DDP Pickling/Unpickling are only supported when using DDP with the default process "
                 "group; pickle .module, or save the state_dict()"
             )
-        return {k: v for k, v in self.__dict__.items() if k not in _OF_THIS_PROCESS}
+        return self._kept()
+
+    def _kept(self) -> dict[str, Any]:
+        """What a copy has in common with this wrapper."""
+        kept = {k: v for k, v in self.__dict__.items() if k not in _OF_THIS_PROCESS}
+        return kept | {"_residuals": self.error_feedback_state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         cast(Any, nn.Module).__setstate__(self, state)
@@ -320,6 +331,7 @@ class TorchNames(Joining, Weighing, Buffers, Facts, Logging, nn.parallel.Distrib
         self._reducer = None
         self._sinks = None
         self._casts = None
+        self._feedback = None
         self._norms_communicator = None
         self._must_set_up = True
 
@@ -332,7 +344,7 @@ class TorchNames(Joining, Weighing, Buffers, Facts, Logging, nn.parallel.Distrib
         for _, state in self._comm_hooks:
             if isinstance(state, (Communicator, dist.ProcessGroup)):  # not copied: it is a connection
                 memo[id(state)] = state
-        kept = {k: v for k, v in self.__dict__.items() if k not in _OF_THIS_PROCESS}
+        kept = self._kept()
         made.__dict__.update(copy.deepcopy(kept, memo))
         made.communicator, made.process_group = self.communicator, self.process_group
         made._norms_communicator = self._norms_communicator
@@ -340,6 +352,7 @@ class TorchNames(Joining, Weighing, Buffers, Facts, Logging, nn.parallel.Distrib
         made._reducer = None
         made._sinks = None
         made._casts = None
+        made._feedback = None
         if not self._must_set_up:
             made._set_up()
         return made

@@ -24,6 +24,7 @@ from pycomm.ddp.arguments import (
     settings_from,
     synced_buffers,
 )
+from pycomm.ddp.bucket_size import measured_bytes
 from pycomm.ddp.mixed_precision import Casts, cast_buffers
 from pycomm.ddp.not_traced import NotTraced
 from pycomm.ddp.plan import Overlap
@@ -65,8 +66,10 @@ class DistributedDataParallel(TorchNames):
         init_sync: False: the start is neither checked nor synchronised; you vouch for equal ranks.
         process_group: a torch group of any backend, whose ranks are the replicas. None: torch's default
             group, or without one ``pycomm.init()``.
-        bucket_cap_mb: MiB of gradients in one reduction; None: 25, and the first has at most 1 MiB so that it
-            starts early (a larger parameter is a bucket of its own).
+        bucket_cap_mb: MiB of gradients in one reduction; None: chosen from latency and bandwidth, which are
+            measured here (pycomm/ddp/bucket_size.py), 25 with ``PYCOMM_TUNE=off`` or without ``init_sync``.
+            Where buckets are reduced during backward, the first has at most 1 MiB so that it starts early (a
+            larger parameter is a bucket of its own).
         find_unused_parameters: a parameter without a gradient counts as zeros where another rank has one, and
             keeps its ``grad`` (None, or what was there) where no rank has. False: it is an error on every
             rank in that same backward. Nothing is searched in the graph, so it costs nothing where all have
@@ -95,7 +98,14 @@ class DistributedDataParallel(TorchNames):
         compression: "fp16" or "bf16": float32 gradients travel with 16 bits (other dtypes as they are). The
             error is at most 2^-10 ("fp16") or 2^-7 ("bf16") of the mean magnitude over the ranks, plus for
             "fp16" 2^-33 of the bucket's largest; finite gradients do not overflow in "fp16", infinities and
-            NaN arrive on all ranks (pycomm/ddp/wire.py has the exact bound).
+            NaN arrive on all ranks (pycomm/ddp/half_wire.py has the exact bound). "int8" or "fp8":
+            float32, float16 and bfloat16 gradients travel with 8 bits and a scale for each 256 elements; the
+            error is at most 1/121 ("int8") of the largest magnitude among these on any rank, or ("fp8")
+            2^-2.9 of the element's mean magnitude plus 2^-15 of the largest
+            (pycomm/ddp/block_wire.py has the exact bound); infinities and NaN become NaN, for all 256.
+        error_feedback: what a compression loses is kept and added to the next gradient (see
+            :meth:`error_feedback_state_dict`); also for "fp16" and "bf16", which then have a scale for each
+            256 elements, too. With torch's GradScaler, what is kept has the scale of its step.
         overlap: "async": buckets are reduced by a thread while backward goes on; "inline": in backward's
             thread as soon as they are complete; "end": when backward is over. None: PYCOMM_DDP_OVERLAP, else
             "async" where each local rank has a second core, else "end". The result is the same.
@@ -152,6 +162,7 @@ class DistributedDataParallel(TorchNames):
         *,
         communicator: Communicator | None = None,
         compression: Compression | None = None,
+        error_feedback: bool = False,
         overlap: Overlap | None = None,
         check_consistency_every: int = 0,
     ) -> None:
@@ -181,6 +192,7 @@ class DistributedDataParallel(TorchNames):
             bucket_cap_mb,
             bucket_cap_mb_list,
             compression,
+            error_feedback,
             chosen_overlap(overlap, self.communicator.size),
             device_ids,
             output_device,
@@ -200,6 +212,10 @@ class DistributedDataParallel(TorchNames):
             cast_buffers(module, mixed_precision.buffer_dtype, self._kept_precise())
         if has_sync_batch_norm(module) and self.communicator.size > 1:
             self._norms_communicator = self.communicator.split(0)
+        if init_sync and bucket_cap_mb is None and not bucket_cap_mb_list:
+            self.bucket_bytes_cap = measured_bytes(
+                self.communicator, self._look().parameters, self._given.overlap
+            )
         self._set_up()
 
     # ---- the start --------------------------------------------------------------------------------------
@@ -247,10 +263,12 @@ class DistributedDataParallel(TorchNames):
             self._casts = Casts(self.module, config.param_dtype, self._kept_precise())
         if self._norms_communicator is not None:
             adopt_sync_batch_norms(self.module, self._norms_communicator)
+        feedback = self._take_up_feedback()
         if self.communicator.size == 1 and not self._comm_hooks:
             return
         may_be_unused = self.find_unused_parameters or self.static_graph or self.skip_all_reduce_unused_params
-        settings = settings_from(self._given, may_be_unused, self.gradient_as_bucket_view)
+        as_view = self.gradient_as_bucket_view
+        settings = settings_from(self._given, may_be_unused, as_view, self.bucket_bytes_cap, feedback)
         for hook, state in self._comm_hooks:
             settings.hook, settings.hook_state = hook, state
         if self._builtin_compression is not None:

@@ -156,7 +156,7 @@ def test_other_dtypes_travel_as_they_are():
         assert got.tolist() == [(1 / 3 + 2 / 3) / 2, 1e-300]
 
 
-def compress_layouts(rank, size):
+def compress_layouts(rank, size, as_view):
     """channels_last weights, accumulation, and parameters that only some ranks use."""
     torch.manual_seed(3)
     conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
@@ -169,7 +169,11 @@ def compress_layouts(rank, size):
         + (net["extra"](x[0, 0, :2, :2]).sum() if extra else 0)
     )
     ddp = pycomm.DistributedDataParallel(
-        net, communicator=pycomm.init(), compression="fp16", find_unused_parameters=True
+        net,
+        communicator=pycomm.init(),
+        compression="fp16",
+        find_unused_parameters=True,
+        gradient_as_bucket_view=as_view,
     )
     x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(rank))
     with ddp.no_sync():
@@ -179,7 +183,8 @@ def compress_layouts(rank, size):
     return {name: p.grad.clone() for name, p in net.named_parameters()}
 
 
-def test_layouts_accumulation_and_unused_parameters():
+@pytest.mark.parametrize("as_view", [False, True])
+def test_layouts_accumulation_and_unused_parameters(as_view):
     torch.manual_seed(3)
     conv = nn.Conv2d(3, 4, 3)
     extra = nn.Linear(2, 2)
@@ -187,7 +192,7 @@ def test_layouts_accumulation_and_unused_parameters():
     losses = [conv(x).square().mean() + conv(2 * x).square().mean() for x in inputs]
     ((sum(losses) + extra(2 * inputs[0][0, 0, :2, :2]).sum()) / 3).backward()
     wanted = {"conv.weight": conv.weight.grad, "conv.bias": conv.bias.grad, "extra.weight": extra.weight.grad}
-    for found in run_ranks(3, compress_layouts):
+    for found in run_ranks(3, compress_layouts, as_view):
         for name, gradient in wanted.items():
             torch.testing.assert_close(
                 found[name], gradient, rtol=2e-3, atol=2e-3 * gradient.abs().max().item()
