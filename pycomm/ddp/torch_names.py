@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from pycomm.communicator import Communicator
 from pycomm.ddp.arguments import Arguments, communicator_for
 from pycomm.ddp.bucket_size import DEFAULT_BYTES
 from pycomm.ddp.buffers import Buffers
+from pycomm.ddp.comm_hooks import CommHooks
 from pycomm.ddp.error_feedback import Feedback
 from pycomm.ddp.facts import Facts
 from pycomm.ddp.join import Joining
@@ -107,7 +107,9 @@ class ReducerNames:
         self._ddp._check_reducer_finalized()
 
 
-class TorchNames(Joining, Weighing, Buffers, Facts, Logging, Feedback, nn.parallel.DistributedDataParallel):
+class TorchNames(
+    Joining, Weighing, Buffers, Facts, Logging, Feedback, CommHooks, nn.parallel.DistributedDataParallel
+):
     """Attributes and methods under torch's names; the wrapper itself is in pycomm/ddp/wrapper.py."""
 
     communicator: Communicator
@@ -203,49 +205,6 @@ class TorchNames(Joining, Weighing, Buffers, Facts, Logging, Feedback, nn.parall
             yield
         finally:
             torchs._active_ddp_module = before
-
-    # ---- hooks ------------------------------------------------------------------------------------------
-
-    def _logged(self, error: Exception) -> Exception:
-        """Keeps the error for ``_get_ddp_logging_data``, as torch's logger does."""
-        self._last_error = f"{type(error).__name__}: {error}"
-        return error
-
-    def _refuse_second_hook(self) -> None:
-        if self._comm_hooks or self._builtin_hook is not None:
-            raise RuntimeError(
-                f"{_WHO}: register_comm_hook or register_builtin_comm_hook can only be called once."
-            )
-
-    def _check_comm_hook(self, hook: Any) -> None:
-        if not callable(hook):
-            raise self._logged(TypeError("Communication hook must be callable."))
-        signature = inspect.signature(hook)
-        wanted: Any = getattr(dist, "GradBucket", None)
-        bucket = signature.parameters.get("bucket")
-        nothing = inspect.Parameter.empty
-        if bucket is not None and bucket.annotation not in (nothing, wanted, "dist.GradBucket"):
-            raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
-        returned = signature.return_annotation
-        if returned not in (
-            inspect.Signature.empty,
-            torch.futures.Future[Tensor],
-            "torch.futures.Future[torch.Tensor]",
-        ):
-            raise ValueError(
-                "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
-            )
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """ALLREDUCE: what is done anyway. FP16_COMPRESS: ``compression="fp16"``."""
-        self._refuse_second_hook()
-        name = str(comm_hook_type).rpartition(".")[2]
-        if name not in ("ALLREDUCE", "FP16_COMPRESS"):
-            raise ValueError(f"{_WHO}: unknown built-in hook {comm_hook_type}")
-        self._builtin_hook = comm_hook_type
-        if name == "FP16_COMPRESS":
-            self._builtin_compression = "fp16"
-        self._set_up()
 
     def _set_static_graph(self) -> None:
         if self.static_graph:

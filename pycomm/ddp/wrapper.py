@@ -382,34 +382,6 @@ class DistributedDataParallel(TorchNames):
         if self._reducer is not None:
             self._reducer.reduce_now(self._share)
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """``hook(state, bucket)`` reduces each bucket from now on; see pycomm/ddp/hooks.py.
-
-        Args:
-            state: given to the hook; for torch's hooks a process group, None for the default one, or theirs.
-            hook: takes a ``GradBucket`` of undivided gradients and returns a ``torch.futures.Future`` of one
-                tensor of the bucket's size, the new gradients.
-
-        Raises:
-            RuntimeError: there is a hook, or built-in one, already.
-            TypeError: ``hook`` is not callable.
-            ValueError: its annotations say something else.
-
-        Example:
-            >>> import pycomm, torch
-            >>> comm = pycomm.init()
-            >>> model = pycomm.DistributedDataParallel(torch.nn.Linear(8, 2), communicator=comm)
-            >>> def keep_local(state, bucket):
-            ...     future = torch.futures.Future()
-            ...     future.set_result(bucket.buffer())
-            ...     return future
-            >>> model.register_comm_hook(None, keep_local)
-        """
-        self._check_comm_hook(hook)
-        self._refuse_second_hook()
-        self._comm_hooks.append((hook, state))
-        self._set_up()
-
 
 def _call(method: weakref.WeakMethod[Callable[[], _T]]) -> Callable[[], _T]:
     """The method of a wrapper that is alive while it is called."""

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as Torchs
 import pycomm
 from ranks import run_ranks
 
-OURS = {"communicator", "compression", "overlap", "check_consistency_every"}
+OURS = {"communicator", "compression", "error_feedback", "overlap", "check_consistency_every"}
 
 
 class Net(nn.Module):
