@@ -48,6 +48,7 @@ class Settings:
     as_view: bool
     hook: Hook | None = None
     hook_state: Any = None
+    skips_unused: bool = False
 
 
 @dataclass
@@ -120,18 +121,21 @@ class Plan:
         self.order = list(reversed(range(n)))
         self.buckets: list[Bucket] = []
         self.loose: set[int] = set()
+        #: Those that take part in nothing, and those that have woken (pycomm/ddp/asleep.py).
+        self.asleep: set[int] = set()
+        self.restless: set[int] = set()
         self.bucket_of = [0] * n
         #: How often each gradient comes in one backward.
         self.times = [1] * n
         self.is_learning = True
 
     def take(self, buckets: list[Bucket]) -> None:
-        """Takes other buckets; gradients that are loose count into a last entry that never completes."""
+        """Takes other buckets; gradients in none of them count into a last entry that never completes."""
         self.buckets = buckets
         for at, bucket in enumerate(buckets):
             for index in bucket.indices:
                 self.bucket_of[index] = at
-        for index in self.loose:
+        for index in self.loose | self.asleep:
             self.bucket_of[index] = len(buckets)
         self._count()
 
@@ -160,7 +164,8 @@ class Plan:
 def build(plan: Plan, comm: Communicator, structure: Structure, settings: Settings) -> None:
     """Fills ``plan`` with buckets and their wires, from its order and its loose parameters."""
     is_delayed = structure.is_delayed
-    order = [i for i in plan.order if i not in plan.loose]
+    apart = plan.loose | plan.asleep
+    order = [i for i in plan.order if i not in apart]
     order.sort(key=is_delayed.__getitem__)  # stable: the delayed ones last
     kind_of: dict[tuple[torch.dtype, bool], int] = {}
     kinds = []

@@ -18,6 +18,7 @@ class Problem(IntEnum):
     GONE = 4
     LATE = 5
     JOINED = 6  # none: the rank has no input left (join), and counts as zeros
+    WOKE = 7  # none: it has one, of a parameter that was asleep (pycomm/ddp/asleep.py)
 
 
 class Whole(IntFlag):

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from pycomm import _C
 from pycomm.communicator import Communicator
+from pycomm.ddp import asleep
 from pycomm.ddp import resolve as resolution
 from pycomm.ddp.agree import in_memory_order
 from pycomm.ddp.hooks import HookWire, LooseHook
@@ -330,8 +331,10 @@ class Reducer:
             self._came = self._everything if all_came else frozenset(tally.came)
             known = self._came | self.new if self.new else self._came
             self._note_late()
+            asleep.note_woken(self, known)
+            all_awake_came = all_came or (plan.asleep and self._came == self._everything - plan.asleep)
             while self._n_launched < len(plan.buckets):
-                self._launch(None if all_came else known)
+                self._launch(None if all_awake_came else known)
             if plan.loose:
                 self._reduce_loose(known)
             for bucket in plan.buckets:
@@ -345,6 +348,8 @@ class Reducer:
             self.used = self._came
             self.last_order = tally.came
             self.n_ranks_used = torch.full((plan.n,), self.comm.size, dtype=torch.int32)
+            if plan.asleep:
+                self.n_ranks_used[list(plan.asleep)] = 0
             has_changed = n_problems > 0 and resolution.resolve(self)
             if plan.is_learning and not has_changed:
                 self._learn()

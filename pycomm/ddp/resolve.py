@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from pycomm.ddp import asleep
 from pycomm.ddp.agree import check_agreement, digest
 from pycomm.ddp.problems import Problem, Whole, report
 from pycomm.ddp.sparse import sparse_average
@@ -44,6 +45,8 @@ def resolve(reducer: Reducer) -> bool:
     table = torch.empty(comm.size, mine.numel(), dtype=torch.uint8)
     comm.all_gather(table, mine)
     reducer.n_ranks_used = (table[:, :-1] != Problem.UNUSED).sum(dim=0, dtype=torch.int32)
+    for index in reducer.plan.asleep:
+        reducer.n_ranks_used[index] = (table[:, index] == Problem.WOKE).sum()
     everyone = int(table[:, -1].max())
     has_changed = bool((table[:, -1] & int(Whole.CHANGED)).any()) and not (everyone & int(Whole.BROKEN))
     structure = _agreed_structure(reducer) if has_changed else reducer.structure
@@ -67,10 +70,12 @@ def resolve(reducer: Reducer) -> bool:
             reducer.plan.forget()
         raise RuntimeError(message)
     _settle_stand_ins(reducer, table)
+    asleep.wake(reducer, table)
     if bool((table[:, :-1] == Problem.LATE).any()):
         _reduce_again(reducer, table)
     if not has_changed:
         _loosen(reducer, table)
+        asleep.put_to_sleep(reducer, table)
         return False
     _adopt(reducer, structure, table)
     return True

@@ -88,7 +88,8 @@ class DistributedDataParallel(TorchNames):
             (float16, bfloat16: see ``compression``), where it is None in ``param_dtype``. Floating buffers
             are cast to ``buffer_dtype`` here, for good.
         device_mesh: of one dimension, in place of ``process_group``.
-        skip_all_reduce_unused_params: like ``find_unused_parameters``.
+        skip_all_reduce_unused_params: as ``find_unused_parameters``, and parameters that no rank used in a
+            backward do not travel, until one does (pycomm/ddp/asleep.py; they need not stay the same).
         bucket_cap_mb_list: MiB of the first, second, … bucket; the last one repeats.
         batched_grad_copy: gradients are copied in batches wherever they are copied; accepted.
         forward_sync_buffers: False: buffers are synchronised at the start only. True: rank 0's go to all
@@ -269,6 +270,7 @@ class DistributedDataParallel(TorchNames):
         may_be_unused = self.find_unused_parameters or self.static_graph or self.skip_all_reduce_unused_params
         as_view = self.gradient_as_bucket_view
         settings = settings_from(self._given, may_be_unused, as_view, self.bucket_bytes_cap, feedback)
+        settings.skips_unused = self.skip_all_reduce_unused_params
         for hook, state in self._comm_hooks:
             settings.hook, settings.hook_state = hook, state
         if self._builtin_compression is not None:

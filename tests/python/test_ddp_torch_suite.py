@@ -25,7 +25,6 @@ DIFFERENT = {
     "test_ddp_profiling_torch_profiler": "counts gloo's events in the profile; ours makes no call of gloo",
     "test_different_graph_across_ranks": "asserts that buckets are not rebuilt with unused parameters",
     "test_invalid_static_graph": "asserts that a changing graph is refused; ours averages it",
-    "test_skip_all_reduce_unused_parameters": "counts the buckets that torch leaves out",
 }
 NO_GPU = "asserts or uses a GPU"
 MIXED = "torch's needs the streams of a GPU; asks for _mp_param, the second copy that ours has not"
