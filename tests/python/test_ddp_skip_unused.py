@@ -1,4 +1,4 @@
-"""skip_all_reduce_unused_params: what no rank uses does not travel, until one does: averaged in that backward.
+"""skip_all_reduce_unused_params: what no rank uses does not travel; it is averaged when one uses it.
 
 Expected are the gradients of one process on the ranks' losses, in float64.
 """
