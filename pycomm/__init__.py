@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pycomm.errors import CommError, CommTimeoutError, MismatchError, PeerLostError, ScheduleError
+from pycomm.torch_backend.autoload import register_when_possible
 
 if TYPE_CHECKING:
     from pycomm.communicator import Communicator
@@ -32,6 +33,8 @@ if _spec is None or _spec.origin is None:
         f"({sys.version_info[0]}.{sys.version_info[1]}, in {Path(__file__).parent}): run `make build` or "
         "`pip install -e .` in the source folder, or leave it to import an installed pycomm"
     )
+
+register_when_possible()
 
 _LAZY = {
     "Communicator": "pycomm.communicator",
