@@ -23,7 +23,7 @@ from pycomm.ddp.structure import Structure, is_refused
 if TYPE_CHECKING:
     from pycomm.ddp.reducer import Reducer
 
-__all__ = ["resolve"]
+__all__ = ["agree_on_structure", "resolve"]
 
 _WHO = "DistributedDataParallel"
 
@@ -73,12 +73,12 @@ def resolve(reducer: Reducer) -> bool:
     asleep.wake(reducer, table)
     if bool((table[:, :-1] == Problem.LATE).any()):
         _reduce_again(reducer, table)
-    if not has_changed:
-        _loosen(reducer, table)
+    _loosen(reducer, table)
+    if has_changed:
+        _adopt(reducer, structure, table)
+    else:
         asleep.put_to_sleep(reducer, table)
-        return False
-    _adopt(reducer, structure, table)
-    return True
+    return has_changed
 
 
 def _settle_stand_ins(reducer: Reducer, table: Tensor) -> None:
@@ -146,6 +146,14 @@ def _agreed_structure(reducer: Reducer) -> Structure:
     if refused:
         raise RuntimeError(f"{_WHO}: the module has changed since it was wrapped: {refused}")
     return structure
+
+
+def agree_on_structure(reducer: Reducer) -> None:
+    """Raises unless the parameters, and the values of new ones, are alike on all ranks. Collective."""
+    structure = _agreed_structure(reducer)
+    known = {id(p) for p in reducer.parameters}
+    named = zip(structure.names, structure.parameters, strict=True)
+    _check_values(reducer, [(name, p) for name, p in named if id(p) not in known])
 
 
 def _adopt(reducer: Reducer, structure: Structure, table: Tensor) -> None:

@@ -11,14 +11,16 @@ the outermost backward that passes through the wrapper. What it finds:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+
+from pycomm.ddp.resolve import agree_on_structure
 
 if TYPE_CHECKING:
     from pycomm.ddp.reducer import Reducer
@@ -90,10 +92,20 @@ class Sinks:
 
     def _what_is_reached(self) -> bool | None:
         """True: gradients of parameters are accumulated; None: they are asked for; False: neither."""
-        parameters = self._reducer.parameters
+        known = self._reducer.parameters
+        reached = self._reached_of(known)
+        if reached is False and not self._reducer.structure.is_current():
+            # Frozen all, and others put in their place: the known ones say nothing.
+            reached = self._reached_of(self._reducer.look().parameters)
+            self._first = 0
+        return reached
+
+    def _reached_of(self, parameters: Sequence[nn.Parameter]) -> bool | None:
         n = len(parameters)
         for step in range(n):
             at = (self._first + step) % n
+            if not parameters[at].requires_grad:  # frozen since the last backward
+                continue
             try:
                 if torch._C._will_engine_execute_node(get_gradient_edge(parameters[at]).node):
                     self._first = at
@@ -113,10 +125,13 @@ class _Capture:
         self._reducer = reducer
         self._weight = weight
         self._task = torch._C._current_graph_task_id()
+        shapes = [p.shape for p in reducer.parameters]
+        self._has_changed = not reducer.structure.is_current() or shapes != reducer.plan.shapes
+        self._structure = reducer.look() if self._has_changed else reducer.structure
         self._captured: dict[int, Tensor] = {}
         self._handles = [
             cast(Any, parameter).register_hook(partial(self._take, index))
-            for index, parameter in enumerate(reducer.parameters)
+            for index, parameter in enumerate(self._structure.parameters)
         ]
         torch.autograd.Variable._execution_engine.queue_callback(self._average)
 
@@ -134,8 +149,9 @@ class _Capture:
         # A copy of our own, which is changed when all are there; its graph (create_graph) is the gradient's.
         if gradient.layout is not torch.strided:
             raise RuntimeError(
-                f"DistributedDataParallel: the gradient of '{self._reducer.names[index]}' that autograd.grad "
-                "asks for is sparse and cannot be averaged; use backward(), or no_sync() for the local one"
+                f"DistributedDataParallel: the gradient of '{self._structure.names[index]}' that "
+                "autograd.grad asks for is sparse and cannot be averaged; use backward(), or no_sync() for "
+                "the local one"
             )
         self._captured[index] = gradient.clone()
         return self._captured[index]
@@ -145,7 +161,12 @@ class _Capture:
         self.remove()
         if not self._captured:
             return
-        comm, parameters = self._reducer.comm, self._reducer.parameters
+        comm, parameters = self._reducer.comm, self._structure.parameters
+        # Parameters that came, went or were cast since the last backward: alike on all ranks, or an error.
+        has_changed = torch.tensor([self._has_changed], dtype=torch.uint8)
+        comm.all_reduce(has_changed, op="max")
+        if has_changed.item():
+            agree_on_structure(self._reducer)
         is_asked = torch.zeros(len(parameters), dtype=torch.uint8)
         is_asked[list(self._captured)] = 1
         comm.all_reduce(is_asked, op="max")

@@ -79,9 +79,26 @@ def reshape(net):
     net.second.bias.data = net.second.bias.data[:3].clone()
 
 
+def only_a_new_head(net):
+    """As in fine-tuning: none of the parameters that were wrapped gets a gradient any more."""
+    net.requires_grad_(False)
+    net.second = seeded_linear()
+
+
 CHANGES = {
     f.__name__: f
-    for f in (freeze, thaw, replace, replace_parameter, add, cast, there_and_back, cast_one, reshape)
+    for f in (
+        freeze,
+        thaw,
+        replace,
+        replace_parameter,
+        add,
+        cast,
+        there_and_back,
+        cast_one,
+        reshape,
+        only_a_new_head,
+    )
 }
 
 
@@ -120,6 +137,7 @@ def change_on_all(rank, size, options):
         (2, {"overlap": "inline", "gradient_as_bucket_view": True}),
         (3, {"overlap": "end", "find_unused_parameters": True}),
         (2, {"overlap": "async", "static_graph": True}),
+        (4, {"overlap": "async", "find_unused_parameters": True, "gradient_as_bucket_view": True}),
     ],
 )
 def test_a_change_on_all_ranks_is_followed(size, options):
@@ -154,58 +172,99 @@ def test_a_change_on_all_ranks_is_followed(size, options):
                     assert torch.equal(got, by_rank[0][name][step][parameter])
 
 
-def change_on_one(rank, size, name, options):
-    net = make()
-    if name == "thaw":
-        freeze(net)
+ON_ONE_RANK = {
+    "freeze": "has frozen parameter 'first.bias'",
+    "thaw": "has parameter 'first.bias'",
+    "add": "has parameter 'extra.weight'",
+    "cast": "has parameter 'first.weight' of torch.float32",
+    "reshape": "has parameter 'second.weight' of torch.float64 (3, 5)",
+}
+
+
+def change_on_one(rank, size, options):
+    """The last rank changes its module; the others learn of it in backward, and in autograd.grad."""
     comm = pycomm.init()
-    ddp = pycomm.DistributedDataParallel(net, communicator=comm, bucket_cap_mb=TINY, **options)
-    for step in range(2):
-        net.zero_grad()
-        ddp(data(step, rank)).backward()
-    if rank == size - 1:
-        CHANGES[name](net)
-    net.zero_grad()
-    with pytest.raises(RuntimeError) as error:
-        ddp(data(2, rank)).backward()
-    comm.barrier()  # still usable
-    return str(error.value)
+    messages = {}
+    for name in ON_ONE_RANK:
+        for how in ("backward", "grad"):
+            net = make()
+            if name == "thaw":
+                freeze(net)
+            ddp = pycomm.DistributedDataParallel(net, communicator=comm, bucket_cap_mb=TINY, **options)
+            for step in range(2):
+                net.zero_grad()
+                ddp(data(step, rank)).backward()
+            if rank == size - 1:
+                CHANGES[name](net)
+            net.zero_grad()
+            loss = ddp(data(2, rank))
+            with pytest.raises(RuntimeError) as error:
+                if how == "backward":
+                    loss.backward()
+                else:
+                    torch.autograd.grad(loss, [p for p in net.parameters() if p.requires_grad])
+            comm.barrier()  # still usable
+            messages[name, how] = str(error.value)
+    return messages
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(
     "options", [{"overlap": "async"}, {"overlap": "end", "find_unused_parameters": True}]
 )
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("freeze", "rank 2 has frozen parameter 'first.bias'"),
-        ("thaw", "rank 2 has parameter 'first.bias'"),
-        ("add", "rank 2 has parameter 'extra.weight'"),
-        ("cast", "rank 2 has parameter 'first.weight' of torch.float32"),
-        ("reshape", "rank 2 has parameter 'second.weight' of torch.float64 (3, 5)"),
-    ],
-)
-def test_a_change_on_one_rank_is_the_same_error_on_all(name, words, options):
-    messages = run_ranks(3, change_on_one, name, options)
-    assert len(set(messages)) == 1
-    assert "the module has changed since it was wrapped" in messages[0]
-    assert words in messages[0]
-    assert "wrap the module again" in messages[0]
+def test_a_change_on_one_rank_is_the_same_error_on_all(size, options):
+    by_rank = run_ranks(size, change_on_one, options)
+    for (name, how), message in by_rank[0].items():
+        assert {messages[name, how] for messages in by_rank} == {message}
+        assert "the module has changed since it was wrapped" in message
+        assert f"rank {size - 1} {ON_ONE_RANK[name]}" in message
+        assert "wrap the module again" in message
+
+
+def ask_after_a_change(rank, size):
+    comm = pycomm.init()
+    found = {}
+    for name, change in CHANGES.items():
+        net = make()
+        ddp = pycomm.DistributedDataParallel(net, communicator=comm, bucket_cap_mb=TINY)
+        change(net)
+        trained = {n: p for n, p in net.named_parameters() if p.requires_grad}
+        gradients = torch.autograd.grad(ddp(data(0, rank)), list(trained.values()))
+        found[name] = dict(zip(trained, gradients, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_gradients_that_are_asked_for_after_a_change(size):
+    by_rank = run_ranks(size, ask_after_a_change)
+    for name, change in CHANGES.items():
+        net = make()
+        change(net)
+        (sum(net(data(0, rank)) for rank in range(size)) / size).backward()
+        wanted = {n: p.grad for n, p in net.named_parameters() if p.requires_grad}
+        for found in by_rank:
+            torch.testing.assert_close(found[name], wanted)
 
 
 def add_other_values(rank, size):
-    net = make()
-    ddp = pycomm.DistributedDataParallel(net, communicator=pycomm.init())
-    ddp(data(0, rank)).backward()
-    torch.manual_seed(rank)
-    net.extra = nn.Linear(5, 5).double()
-    with pytest.raises(RuntimeError) as error:
-        ddp(data(1, rank)).backward()
-    return str(error.value)
+    comm = pycomm.init()
+    messages = []
+    for how in ("backward", "grad"):
+        net = make()
+        ddp = pycomm.DistributedDataParallel(net, communicator=comm)
+        ddp(data(0, rank)).backward()
+        torch.manual_seed(rank)
+        net.extra = nn.Linear(5, 5).double()
+        loss = ddp(data(1, rank))
+        with pytest.raises(RuntimeError) as error:
+            loss.backward() if how == "backward" else torch.autograd.grad(loss, list(net.parameters()))
+        messages.append(str(error.value))
+    return messages
 
 
-def test_new_parameters_must_have_equal_values():
-    messages = run_ranks(2, add_other_values)
-    assert len(set(messages)) == 1
-    assert "'extra.weight' came into the module after it was wrapped" in messages[0]
-    assert "rank 1" in messages[0]
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_new_parameters_must_have_equal_values(size):
+    for messages in zip(*run_ranks(size, add_other_values), strict=True):
+        assert len(set(messages)) == 1
+        assert "'extra.weight' came into the module after it was wrapped" in messages[0]
+        assert "rank 1" in messages[0]
