@@ -21,6 +21,7 @@ from ranks import run_ranks
 N_PROGRAMS = 24
 N_OPERATIONS = 14
 LETTERS = "abcstTzeuk"
+MAY_BE_UNUSED = ["find_unused_parameters", "static_graph", "skip_all_reduce_unused_params"]
 OPERATIONS = {
     "sync": 4,
     "local": 3,
@@ -81,7 +82,7 @@ class Program:
     def __init__(self, seed: int, size: int) -> None:
         draw = random.Random(seed)
         self.seed = seed
-        may_be_unused = draw.choice(["", "find_unused_parameters", "static_graph"])
+        may_be_unused = draw.choice(["", *MAY_BE_UNUSED])
         self.options = {
             "overlap": draw.choice(["async", "inline", "end"]),
             "gradient_as_bucket_view": draw.random() < 0.5,
