@@ -35,6 +35,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.utils import _cast_forward_inputs
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from pycomm.ddp.not_traced import NotTraced
 from pycomm.ddp.sinks import tensors_in
@@ -50,6 +52,8 @@ REDUCE_DTYPES: dict[torch.dtype, Compression | None] = {
     torch.float32: None,
 }
 """What gradients can travel as, as a compression of float32."""
+
+_SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 
 def fault_of_precision(config: Any, has_compression: bool) -> tuple[type[Exception], str] | None:
@@ -241,11 +245,22 @@ class Casts:
         if kept is not None and kept[0] == version:
             return kept[1]
         apply: Any = _SparseCast.apply
-        made: Tensor = apply(parameter, self.dtype) if is_sparse else parameter.to(self.dtype)
+        with _unseen_by_selective_checkpoints():
+            made: Tensor = apply(parameter, self.dtype) if is_sparse else parameter.to(self.dtype)
         cast(Any, made)._full_precision = parameter
         if not torch._C._functorch.is_functorch_wrapped_tensor(made):  # it ends with its transform
             self._kept[key] = version, made
         return made
+
+
+def _unseen_by_selective_checkpoints() -> contextlib.AbstractContextManager[Any]:
+    """A selective checkpoint records each operation and wants the same from recomputation; casts are not the
+    same, since a region may use one that was made before it."""
+    if torch._C._len_torch_dispatch_stack() > 0 and any(
+        isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()
+    ):
+        return _disable_current_modes()
+    return contextlib.nullcontext()
 
 
 class _SparseCast(torch.autograd.Function):
