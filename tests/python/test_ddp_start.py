@@ -32,7 +32,7 @@ def start_with_differences(rank, size, how):
         elif how == "cap":
             arguments["bucket_cap_mb"] = 5
         elif how == "bad argument":
-            arguments["compression"] = "int8"
+            arguments["compression"] = "int4"
     comm = pycomm.init()
     with pytest.raises(ValueError) as error:
         pycomm.DistributedDataParallel(net, communicator=comm, **arguments)
@@ -50,7 +50,11 @@ def start_with_differences(rank, size, how):
         ("more", "parameter 'last' of torch.float32 (1,)", "parameter 'layers.0.weight'"),
         ("layout", "'layers.3.weight' of torch.float32 (6, 6), memory order (1, 0)", "(6, 6)"),
         ("cap", "bucket_cap_mb=5", "bucket_cap_mb=None"),
-        ("bad argument", "compression must be one of 'fp16', 'bf16' or None, got 'int8'", "compression=None"),
+        (
+            "bad argument",
+            "compression must be one of 'fp16', 'bf16', 'fp8', 'int8' or None, got 'int4'",
+            "compression=None",
+        ),
     ],
 )
 def test_ranks_that_differ_are_told_at_the_start(how, theirs, ours):
@@ -69,7 +73,7 @@ def bad_arguments(rank, size):
         (frozen, {}, "no parameter of the module requires a gradient"),
         (Net(), {"bucket_cap_mb": 0}, "bucket_cap_mb must be above 0"),
         (Net(), {"bucket_cap_mb": float("nan")}, "bucket_cap_mb must be above 0"),
-        (Net(), {"compression": "fp8"}, "compression must be one of"),
+        (Net(), {"compression": "int4"}, "compression must be one of"),
         (
             Net(),
             {"overlap": "never"},
