@@ -35,6 +35,7 @@ from pycomm.ddp import asleep
 from pycomm.ddp import resolve as resolution
 from pycomm.ddp.agree import in_memory_order
 from pycomm.ddp.hooks import HookWire, LooseHook
+from pycomm.ddp.late import note_late
 from pycomm.ddp.plan import Bucket, Plan, Settings, build
 from pycomm.ddp.problems import Problem, Whole
 from pycomm.ddp.sinks import Forward, defer
@@ -330,7 +331,7 @@ class Reducer:
             all_came = tally.n_distinct == plan.n
             self._came = self._everything if all_came else frozenset(tally.came)
             known = self._came | self.new if self.new else self._came
-            self._note_late()
+            note_late(self)
             asleep.note_woken(self, known)
             all_awake_came = all_came or (plan.asleep and self._came == self._everything - plan.asleep)
             while self._n_launched < len(plan.buckets):
@@ -382,16 +383,6 @@ class Reducer:
 
     def _loose_parameters(self) -> list[nn.Parameter]:
         return [self.parameters[i] for i in sorted(self.plan.loose)]
-
-    def _note_late(self) -> None:
-        """Gradients that came again after their bucket had been launched."""
-        plan = self.plan
-        late = {b for b in range(self.n_launched_early) if self.tally.left(b) < 0}
-        if not late or plan.is_learning:
-            return
-        for index, (count, expected) in enumerate(zip(self.tally.times, plan.times, strict=True)):
-            if plan.bucket_of[index] in late and count > expected:
-                self.problems[index] = Problem.LATE
 
     def _learn(self) -> None:
         """Builds the buckets again in the order in which rank 0's gradients came. Collective."""

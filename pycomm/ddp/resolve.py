@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pycomm.ddp import asleep
 from pycomm.ddp.agree import check_agreement, digest
+from pycomm.ddp.late import reduce_late
 from pycomm.ddp.problems import Problem, Whole, report
 from pycomm.ddp.sparse import sparse_average
 from pycomm.ddp.structure import Structure, is_refused
@@ -47,15 +48,15 @@ def resolve(reducer: Reducer) -> bool:
     reducer.n_ranks_used = (table[:, :-1] != Problem.UNUSED).sum(dim=0, dtype=torch.int32)
     for index in reducer.plan.asleep:
         reducer.n_ranks_used[index] = (table[:, index] == Problem.WOKE).sum()
-    everyone = int(table[:, -1].max())
-    has_changed = bool((table[:, -1] & int(Whole.CHANGED)).any()) and not (everyone & int(Whole.BROKEN))
+    is_broken = bool((table[:, -1] & int(Whole.BROKEN)).any())
+    has_changed = bool((table[:, -1] & int(Whole.CHANGED)).any()) and not is_broken
     structure = _agreed_structure(reducer) if has_changed else reducer.structure
     allowed = {Problem.SPARSE}
     if has_changed:
         allowed.add(Problem.RETYPED)
     if reducer.settings.may_be_unused:
         allowed.add(Problem.UNUSED)
-    if reducer.settings.overlap != "async" or reducer.n_launched_early == 0:
+    if reducer.settings.overlap != "async":
         allowed.add(Problem.LATE)
     blamed = table
     if has_changed:
@@ -71,8 +72,7 @@ def resolve(reducer: Reducer) -> bool:
         raise RuntimeError(message)
     _settle_stand_ins(reducer, table)
     asleep.wake(reducer, table)
-    if bool((table[:, :-1] == Problem.LATE).any()):
-        _reduce_again(reducer, table)
+    reduce_late(reducer, table)
     _loosen(reducer, table)
     if has_changed:
         _adopt(reducer, structure, table)
@@ -115,15 +115,6 @@ def _loosen(reducer: Reducer, table: Tensor) -> None:
         parameter.grad = average
     reducer.plan.loose.update(found)
     reducer.rebuild()
-
-
-def _reduce_again(reducer: Reducer, table: Tensor) -> None:
-    """Gradients that came again after an in-line reduction: averaging once more averages what came since."""
-    for index in (table[:, :-1] == Problem.LATE).any(dim=0).nonzero().flatten().tolist():
-        gradient = reducer.parameters[index].grad
-        if gradient is None or reducer.problems.get(index) is Problem.JOINED:
-            gradient = torch.zeros_like(reducer.parameters[index])
-        _average(reducer, [gradient.detach()])
 
 
 def _average(reducer: Reducer, gradients: list[Tensor]) -> None:
