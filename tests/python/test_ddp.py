@@ -118,8 +118,9 @@ def train_zoo(rank, size, overlap):
     return results
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("size", "overlap"), [(1, None), *((size, overlap) for size in (2, 3, 4) for overlap in OVERLAPS)]
+)
 def test_every_kind_of_parameter(size, overlap):
     torch.manual_seed(0)
     zoo = Zoo()
@@ -163,7 +164,7 @@ def orders_of_arrival(rank, size):
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_may_get_their_gradients_in_different_orders(size):
     net = seeded(Net)
     losses = [
@@ -203,15 +204,16 @@ def watch_buckets(rank, size):
     return before, ddp.buckets, found
 
 
-def test_buckets_follow_the_order_of_the_first_backward():
-    by_rank = run_ranks(2, watch_buckets)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_buckets_follow_the_order_of_the_first_backward(size):
+    by_rank = run_ranks(size, watch_buckets)
     layer = "layers.{}.weight".format
     for before, after, _ in by_rank:
         assert before == [[layer(3), layer(2)], [layer(1), layer(0)]]  # the reverse of the registration
         assert after == [[layer(0), layer(1)], [layer(2), layer(3)]]  # as gradients come
     for step in range(2):
         net = seeded(Backwards)
-        assert_close(by_rank[0][2][step], one_process(net, 2, step))
+        assert_close(by_rank[0][2][step], one_process(net, size, step))
         assert_same_bits([result[2][step] for result in by_rank])
 
 
@@ -240,7 +242,7 @@ def accumulate(rank, size):
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_gradients_accumulate_over_backwards(size):
     def wanted(*steps):
         net = seeded(Net)
@@ -305,8 +307,9 @@ def drop_wrapper(rank, size):
     return gradients(net)
 
 
-def test_a_dropped_wrapper_leaves_a_plain_module():
-    for rank, found in enumerate(run_ranks(2, drop_wrapper)):
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_dropped_wrapper_leaves_a_plain_module(size):
+    for rank, found in enumerate(run_ranks(size, drop_wrapper)):
         net = seeded(Net)
         net(batch(1, rank)).backward()
         assert_close(found, gradients(net), rtol=0, atol=0)
@@ -323,9 +326,10 @@ def evaluate_alone(rank, size):
     return gradients(ddp.module)
 
 
-def test_a_forward_without_gradients_changes_nothing():
-    wanted = one_process(seeded(Net), 2)
-    for found in run_ranks(2, evaluate_alone):
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_forward_without_gradients_changes_nothing(size):
+    wanted = one_process(seeded(Net), size)
+    for found in run_ranks(size, evaluate_alone):
         assert_close(found, wanted)
 
 
@@ -339,8 +343,9 @@ def two_models(rank, size):
     return gradients(first.module), gradients(second.module)
 
 
-def test_two_wrappers_share_a_communicator():
-    wanted = [one_process(seeded(Net, seed=s), 2) for s in (1, 2)]
-    for found in run_ranks(2, two_models):
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_two_wrappers_share_a_communicator(size):
+    wanted = [one_process(seeded(Net, seed=s), size) for s in (1, 2)]
+    for found in run_ranks(size, two_models):
         for one, other in zip(found, wanted, strict=True):
             assert_close(one, other)

@@ -279,14 +279,24 @@ def check(kind, scenarios, size, overlap=None, as_view=False):
 
 @pytest.mark.parametrize(
     ("size", "overlap", "as_view"),
-    [(1, None, False), (2, "async", False), (2, "inline", True), (3, "end", False), (3, "async", True)],
+    [
+        (1, None, False),
+        (2, "async", False),
+        (2, "inline", True),
+        (3, "end", False),
+        (3, "async", True),
+        (4, "async", False),
+        (4, "inline", True),
+    ],
 )
 def test_every_backward_averages(size, overlap, as_view):
     check("plain", SCENARIOS, size, overlap, as_view)
 
 
 @pytest.mark.parametrize("kind", ["checkpointed", "reentrant"])
-@pytest.mark.parametrize(("size", "overlap"), [(2, "async"), (3, "inline"), (2, "end")])
+@pytest.mark.parametrize(
+    ("size", "overlap"), [(1, None), (2, "async"), (3, "inline"), (2, "end"), (4, "async")]
+)
 def test_checkpoints(kind, size, overlap):
     scenarios = [one, two_forwards_each_with_its_backward, two_forwards_one_backward, no_sync_then_sync]
     if kind == "reentrant":
@@ -303,7 +313,8 @@ def with_grad_inputs(scenario, model, rank):
     handle.remove()
 
 
-def test_reentrant_checkpoints_around_the_wrapper():
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_reentrant_checkpoints_around_the_wrapper(size):
     """No output of the wrapper tells of this backward; its first gradient comes within a checkpoint's own."""
     scenario = functools.wraps(around_the_wrapper)(functools.partial(with_grad_inputs, around_the_wrapper))
-    check("reentrant", [scenario], 2, "inline")
+    check("reentrant", [scenario], size, "inline")

@@ -40,10 +40,10 @@ def leave_one_out(rank, size, overlap, compression):
     return messages, gradients(net)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("compression", [None, "fp16"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_missing_gradient_is_an_error_on_every_rank_at_once(overlap, compression):
-    size = 3
+def test_a_missing_gradient_is_an_error_on_every_rank_at_once(overlap, compression, size):
     net = seeded(Branches)
     (sum(net(batch(0, rank), "abc") for rank in range(size)) / size).backward()
     by_rank = run_ranks(size, leave_one_out, overlap, compression)
@@ -124,10 +124,11 @@ def no_sync_covers_a_gap(rank, size):
     return gradients(net)
 
 
-def test_a_gradient_from_no_sync_is_not_missing():
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_gradient_from_no_sync_is_not_missing(size):
     net = seeded(Branches)
-    (sum(net(batch(0, rank), "c") + net(batch(1, rank), "ab") for rank in range(2)) / 2).backward()
-    for found in run_ranks(2, no_sync_covers_a_gap):
+    (sum(net(batch(0, rank), "c") + net(batch(1, rank), "ab") for rank in range(size)) / size).backward()
+    for found in run_ranks(size, no_sync_covers_a_gap):
         assert_close(found, gradients(net))
 
 
@@ -163,11 +164,12 @@ def provoke(rank, size, how):
     return str(error.value), gradients(net)
 
 
-def test_a_gradient_lost_to_a_hook():
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_gradient_lost_to_a_hook(size):
     net = seeded(Picky, dtype=torch.float32)
     net(False).backward()
-    for message, found in run_ranks(2, provoke, "lost"):
-        assert "rank 1: lost its gradient to a hook before it was reduced" in message
+    for message, found in run_ranks(size, provoke, "lost"):
+        assert f"rank {size - 1}: lost its gradient to a hook before it was reduced" in message
         assert "(an optimizer that steps in backward?): plain (1 of 2)" in message
         assert "rank 0" not in message
         assert_close(found, gradients(net), rtol=1e-6)
@@ -214,11 +216,12 @@ def break_backward(rank, size, overlap):
     return message, gradients(net)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_an_exception_in_backward_reaches_all_ranks(overlap):
+def test_an_exception_in_backward_reaches_all_ranks(overlap, size):
     net = seeded(Net)
-    wanted = one_process(net, 3, 2)
-    for message, found in run_ranks(3, break_backward, overlap):
+    wanted = one_process(net, size, 2)
+    for message, found in run_ranks(size, break_backward, overlap):
         assert "got no gradient" not in message
         assert_close(found, wanted)
 
@@ -236,8 +239,9 @@ def lose_a_rank(rank, size, overlap):
     return True
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_rank_that_dies_is_named(overlap):
-    first, second = run_ranks(2, lose_a_rank, overlap, may_die=[1])
-    assert first is True
+def test_a_rank_that_dies_is_named(overlap, size):
+    first, second, *others = run_ranks(size, lose_a_rank, overlap, may_die=[1])
+    assert [first, *others] == [True] * (size - 1)
     assert isinstance(second, Died)

@@ -91,7 +91,8 @@ def use_torchs(rank, size, overlap, as_view):
 
 
 @pytest.mark.parametrize(
-    ("size", "overlap", "as_view"), [(2, "async", False), (3, "end", True), (1, None, False)]
+    ("size", "overlap", "as_view"),
+    [(2, "async", False), (3, "end", True), (1, None, False), (4, "inline", False)],
 )
 def test_torchs_hooks_run_unchanged(size, overlap, as_view):
     by_rank = run_ranks(size, use_torchs, overlap, as_view)
@@ -150,7 +151,7 @@ def use_own(rank, size):
     return True
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_hook_sees_undivided_buckets_and_its_result_counts(size):
     assert run_ranks(size, use_own) == [True] * size
 
@@ -182,10 +183,11 @@ def builtin(rank, size, name):
     return gradients(net)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("name", "rtol"), [("ALLREDUCE", 1e-5), ("FP16_COMPRESS", 4e-3)])
-def test_builtin_hooks(name, rtol):
-    exact = wanted(2, 0)
-    for found in run_ranks(2, builtin, name):
+def test_builtin_hooks(name, rtol, size):
+    exact = wanted(size, 0)
+    for found in run_ranks(size, builtin, name):
         for parameter, gradient in exact.items():
             atol = rtol * gradient.abs().max().item()
             torch.testing.assert_close(found[parameter].double(), gradient, rtol=rtol, atol=atol)

@@ -86,6 +86,8 @@ def wanted(size, by_initial, uses_all):
         (2, True, True, {}),
         (3, True, False, {"find_unused_parameters": True}),
         (3, False, True, {"find_unused_parameters": True, "gradient_as_bucket_view": True}),
+        (4, False, False, {}),
+        (4, True, True, {"find_unused_parameters": True}),
     ],
 )
 def test_join_with_uneven_inputs(size, by_torch, by_initial, options):
@@ -104,10 +106,11 @@ def stop_early(rank, size):
     return str(error.value)
 
 
-def test_join_may_stop_all():
-    first, second = run_ranks(2, stop_early)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_join_may_stop_all(size):
+    first, *others = run_ranks(size, stop_early)
     assert first == "Rank 0 exhausted all inputs."
-    assert "at least one rank that exhausted inputs" in second
+    assert all("at least one rank that exhausted inputs" in message for message in others)
 
 
 def with_zero(rank, size):
@@ -125,9 +128,10 @@ def with_zero(rank, size):
     return {name: t.clone() for name, t in net.state_dict().items()}
 
 
-def test_join_composes_with_zero_redundancy_optimizer():
-    net = wanted(2, True, True)
-    for state in run_ranks(2, with_zero):
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_join_composes_with_zero_redundancy_optimizer(size):
+    net = wanted(size, True, True)
+    for state in run_ranks(size, with_zero):
         for name, p in net.named_parameters():
             torch.testing.assert_close(state[name], p.detach(), rtol=1e-9, atol=1e-12)
 
@@ -181,6 +185,7 @@ def average(comm, bucket):
         (2, {}),
         (3, {"overlap": "async"}),
         (3, {"gradient_as_bucket_view": True, "overlap": "inline"}),
+        (4, {}),
     ],
 )
 def test_weights_are_those_of_the_concatenated_batch(size, options):
@@ -210,11 +215,12 @@ def weigh_compressed(rank, size, how):
     return {name: p.grad.clone() for name, p in net.named_parameters()}
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("how", ["fp16", "hook"])
-def test_weights_with_compression_and_hooks(how):
+def test_weights_with_compression_and_hooks(how, size):
     net = make()
-    net(torch.cat([data(1, rank, rows(1, rank)) for rank in range(3)])).backward()
-    for found in run_ranks(3, weigh_compressed, how):
+    net(torch.cat([data(1, rank, rows(1, rank)) for rank in range(size)])).backward()
+    for found in run_ranks(size, weigh_compressed, how):
         for name, p in net.named_parameters():
             atol = 3e-3 * p.grad.abs().max().item()
             torch.testing.assert_close(found[name].double(), p.grad, rtol=3e-3, atol=atol)

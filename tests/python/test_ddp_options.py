@@ -1,5 +1,6 @@
 """Options of the wrapper, and what a forward may do: evaluation, buffers, delayed parameters, caps, views."""
 
+import pytest
 import torch
 from test_ddp_torch_names import assert_wanted, data, loss_of, make
 from torch import nn
@@ -24,8 +25,9 @@ def evaluate_alone(rank, size):
     assert_wanted(ddp.module, size)
 
 
-def test_one_rank_may_evaluate_alone():
-    run_ranks(2, evaluate_alone)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_one_rank_may_evaluate_alone(size):
+    run_ranks(size, evaluate_alone)
 
 
 def odd_buffers(rank, size):
@@ -43,8 +45,9 @@ def odd_buffers(rank, size):
     return [b.to(torch.complex64) for b in at_start]
 
 
-def test_buffers_of_every_dtype_are_synchronised():
-    for found in run_ranks(2, odd_buffers):
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_buffers_of_every_dtype_are_synchronised(size):
+    for found in run_ranks(size, odd_buffers):
         for buffer in found:
             assert bool((buffer == 1).all())
 
@@ -58,8 +61,9 @@ def forwards_with_batch_norm(rank, size):
     assert_wanted(ddp.module, size)
 
 
-def test_several_forwards_with_batch_norm():
-    run_ranks(2, forwards_with_batch_norm)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_several_forwards_with_batch_norm(size):
+    run_ranks(size, forwards_with_batch_norm)
 
 
 def delay_some(rank, size):
@@ -83,8 +87,9 @@ def delay_some(rank, size):
     assert extra.grad.tolist() == [sum(range(1, size + 1)) / size] * 4
 
 
-def test_delayed_parameters():
-    run_ranks(2, delay_some)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_delayed_parameters(size):
+    run_ranks(size, delay_some)
 
 
 def cap_list(rank, size):
@@ -95,8 +100,9 @@ def cap_list(rank, size):
     return [len(bucket) for bucket in ddp.buckets]
 
 
-def test_caps_of_single_buckets():
-    assert run_ranks(2, cap_list) == [[1, 2, 2]] * 2
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_caps_of_single_buckets(size):
+    assert run_ranks(size, cap_list) == [[1, 2, 2]] * size
 
 
 def view_gradients(rank, size):
@@ -115,5 +121,6 @@ def view_gradients(rank, size):
         assert_wanted(net, size)
 
 
-def test_gradients_as_bucket_views():
-    run_ranks(2, view_gradients)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_gradients_as_bucket_views(size):
+    run_ranks(size, view_gradients)

@@ -33,7 +33,7 @@ def penalty_on_gradients(rank, size):
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_double_backward_is_that_of_the_concatenated_batch(size):
     module = make("plain")
     value = sum(loss(module, 0, rank) for rank in range(size)) / size
@@ -95,9 +95,10 @@ def return_things(rank, size):
     return found
 
 
-def test_outputs_of_every_form():
-    wanted = oracle("plain", one, 2)
-    for rank, result in enumerate(run_ranks(2, return_things)):
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_outputs_of_every_form(size):
+    wanted = oracle("plain", one, size)
+    for rank, result in enumerate(run_ranks(size, return_things)):
         local = make("plain")
         loss(local, 0, rank).backward()
         for how, synced, found in result:

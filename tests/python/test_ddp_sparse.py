@@ -98,6 +98,7 @@ def average(comm, bucket):
         (2, "async", False, torch.float64),
         (3, "inline", False, torch.float64),
         (3, "end", True, torch.float64),
+        (4, "end", False, torch.float64),
         (2, "async", False, torch.bfloat16),
     ],
 )
@@ -134,8 +135,9 @@ def missing(rank, size):
     return str(error.value), str(second.value)
 
 
-def test_a_sparse_gradient_that_does_not_come_is_an_error():
-    for messages in run_ranks(2, missing):
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_sparse_gradient_that_does_not_come_is_an_error(size):
+    for messages in run_ranks(size, missing):
         for message in messages:
             assert "rank 1: got no gradient in this backward: bag.weight (1 of 5)" in message
 

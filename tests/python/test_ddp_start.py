@@ -10,60 +10,71 @@ import pycomm
 from ddp_cases import Branches, Net, assert_close, batch, gradients, seeded
 from ranks import run_ranks
 
+THEIRS_AND_OURS = {
+    "shape": (
+        "'layers.1.weight' of torch.float32 (7, 6)",
+        "'layers.1.weight' of torch.float32 (6, 6)",
+    ),
+    "dtype": (
+        "'layers.2.weight' of torch.float64 (6, 6)",
+        "'layers.2.weight' of torch.float32 (6, 6)",
+    ),
+    "order": ("parameter 'layers.2.weight'", "parameter 'layers.1.weight'"),
+    "frozen": ("frozen parameter 'layers.0.bias'", "parameter 'layers.0.bias'"),
+    "more": ("parameter 'last' of torch.float32 (1,)", "parameter 'layers.0.weight'"),
+    "layout": ("'layers.3.weight' of torch.float32 (6, 6), memory order (1, 0)", "(6, 6)"),
+    "buffer": ("buffer 'seen' of torch.float64 (2,)", "buffer 'seen' of torch.float32 (2,)"),
+    "cap": ("bucket_cap_mb=5", "bucket_cap_mb=None"),
+    "bad argument": ("the error that compression must be one of", "compression=None"),
+}
 
-def start_with_differences(rank, size, how):
-    net = Net()
-    arguments = {}
-    if rank == size - 1:
-        if how == "shape":
-            net.layers[1] = nn.Linear(6, 7)
-        elif how == "dtype":
-            net.layers[2].double()
-        elif how == "order":
-            net.layers = nn.ModuleDict(
-                {"0": net.layers[0], "2": net.layers[2], "1": net.layers[1], "3": net.layers[3]}
-            )
-        elif how == "frozen":
-            net.layers[0].bias.requires_grad_(False)
-        elif how == "more":
-            net.last = nn.Parameter(torch.ones(1))
-        elif how == "layout":
-            net.layers[3].weight = nn.Parameter(net.layers[3].weight.detach().t())
-        elif how == "cap":
-            arguments["bucket_cap_mb"] = 5
-        elif how == "bad argument":
-            arguments["compression"] = "int4"
+
+def start_with_differences(rank, size):
+    """The last rank differs; all are told, and the communicator stays usable for the next case."""
     comm = pycomm.init()
-    with pytest.raises(ValueError) as error:
-        pycomm.DistributedDataParallel(net, communicator=comm, **arguments)
-    comm.barrier()  # still usable
-    return str(error.value)
+    messages = {}
+    for how in THEIRS_AND_OURS:
+        net = Net()
+        net.register_buffer("seen", torch.zeros(2))
+        arguments = {}
+        if rank == size - 1:
+            if how == "shape":
+                net.layers[1] = nn.Linear(6, 7)
+            elif how == "dtype":
+                net.layers[2].double()
+            elif how == "order":
+                net.layers = nn.ModuleDict(
+                    {"0": net.layers[0], "2": net.layers[2], "1": net.layers[1], "3": net.layers[3]}
+                )
+            elif how == "frozen":
+                net.layers[0].bias.requires_grad_(False)
+            elif how == "more":
+                net.last = nn.Parameter(torch.ones(1))
+            elif how == "layout":
+                net.layers[3].weight = nn.Parameter(net.layers[3].weight.detach().t())
+            elif how == "buffer":
+                net.seen = net.seen.double()
+            elif how == "cap":
+                arguments["bucket_cap_mb"] = 5
+            elif how == "bad argument":
+                arguments["compression"] = "int4"
+        with pytest.raises(ValueError) as error:
+            pycomm.DistributedDataParallel(net, communicator=comm, **arguments)
+        messages[how] = str(error.value)
+    comm.barrier()
+    return messages
 
 
-@pytest.mark.parametrize(
-    ("how", "theirs", "ours"),
-    [
-        ("shape", "'layers.1.weight' of torch.float32 (7, 6)", "'layers.1.weight' of torch.float32 (6, 6)"),
-        ("dtype", "'layers.2.weight' of torch.float64 (6, 6)", "'layers.2.weight' of torch.float32 (6, 6)"),
-        ("order", "parameter 'layers.2.weight'", "parameter 'layers.1.weight'"),
-        ("frozen", "frozen parameter 'layers.0.bias'", "parameter 'layers.0.bias'"),
-        ("more", "parameter 'last' of torch.float32 (1,)", "parameter 'layers.0.weight'"),
-        ("layout", "'layers.3.weight' of torch.float32 (6, 6), memory order (1, 0)", "(6, 6)"),
-        ("cap", "bucket_cap_mb=5", "bucket_cap_mb=None"),
-        (
-            "bad argument",
-            "compression must be one of 'fp16', 'bf16', 'fp8', 'int8' or None, got 'int4'",
-            "compression=None",
-        ),
-    ],
-)
-def test_ranks_that_differ_are_told_at_the_start(how, theirs, ours):
-    messages = run_ranks(3, start_with_differences, how)
-    assert len(set(messages)) == 1
-    assert f"rank 2 has {'the error that ' if how == 'bad argument' else ''}" in messages[0]
-    assert theirs in messages[0].partition("rank 2 has")[2]
-    assert ours in messages[0].partition("rank 2 has")[0]
-    assert "rank 1" not in messages[0]
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_that_differ_are_told_at_the_start(size):
+    by_rank = run_ranks(size, start_with_differences)
+    for how, (theirs, ours) in THEIRS_AND_OURS.items():
+        message = by_rank[0][how]
+        assert {messages[how] for messages in by_rank} == {message}
+        before, _, after = message.partition(f"rank {size - 1} has")
+        assert theirs in after, how
+        assert ours in before, how
+        assert not [rank for rank in range(1, size - 1) if f"rank {rank} " in message]
 
 
 def bad_arguments(rank, size):
@@ -98,7 +109,7 @@ def bad_arguments(rank, size):
     pycomm.DistributedDataParallel(Net(), communicator=comm)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_arguments_out_of_range(size):
     run_ranks(size, bad_arguments)
 
@@ -131,8 +142,9 @@ def follow_buffers(rank, size, options):
     return at_start, net.count.item(), net.norm.running_mean.clone()
 
 
-def test_buffers_are_those_of_rank_0():
-    results = run_ranks(3, follow_buffers, {})
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_buffers_are_those_of_rank_0(size):
+    results = run_ranks(size, follow_buffers, {})
     assert all(result[:2] == ((10, [True] * 3, [0.0] * 6), 14) for result in results)
     # BatchNorm, momentum 0.1: what rank 0 saw in steps 0 and 1, then own batches.
     for rank, (_, _, mean) in enumerate(results):
@@ -142,9 +154,10 @@ def test_buffers_are_those_of_rank_0():
         torch.testing.assert_close(mean, wanted)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["forward_sync_buffers", "broadcast_buffers"])
-def test_buffers_are_left_alone_when_told_so(name):
-    for rank, (at_start, _, mean) in enumerate(run_ranks(2, follow_buffers, {name: False})):
+def test_buffers_are_left_alone_when_told_so(name, size):
+    for rank, (at_start, _, mean) in enumerate(run_ranks(size, follow_buffers, {name: False})):
         # broadcast_buffers=False means the start, too; as torch has it
         source = rank if name == "broadcast_buffers" else 0
         assert at_start == (10 * (source + 1), [source == 0] * 3, [float(source)] * 6)
@@ -173,8 +186,9 @@ def overwrite_saved_buffer(rank, size):
         sum(losses).backward()
 
 
-def test_a_broadcast_over_a_saved_buffer_is_no_silent_mistake():
-    run_ranks(2, overwrite_saved_buffer)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_broadcast_over_a_saved_buffer_is_no_silent_mistake(size):
+    run_ranks(size, overwrite_saved_buffer)
 
 
 def ignore_some(rank, size):
@@ -187,10 +201,11 @@ def ignore_some(rank, size):
     return gradients(net)
 
 
-def test_ignored_parameters_are_left_alone():
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ignored_parameters_are_left_alone(size):
     net = seeded(Branches, seed=0)
-    (sum(net(batch(0, rank), "ab") for rank in range(2)) / 2).backward()
-    for rank, found in enumerate(run_ranks(2, ignore_some)):
+    (sum(net(batch(0, rank), "ab") for rank in range(size)) / size).backward()
+    for rank, found in enumerate(run_ranks(size, ignore_some)):
         alone = seeded(Branches, seed=rank)
         alone(batch(0, rank), "c").backward()
         assert_close(

@@ -67,6 +67,7 @@ def train(rank, size, options, even):
         (1, {}, True),
         (2, {}, True),
         (3, {}, False),
+        (4, {}, False),
         (2, {"affine": False}, False),
         (2, {"momentum": None}, True),
     ],

@@ -146,8 +146,9 @@ def use_groups(rank, size):
     dist.destroy_process_group()
 
 
-def test_process_groups_of_torchs():
-    run_ranks(3, use_groups)
+@pytest.mark.parametrize("size", [3, 4])
+def test_process_groups_of_torchs(size):
+    run_ranks(size, use_groups)
 
 
 # ---- copies
@@ -181,7 +182,7 @@ def copy_and_pickle(rank, size):
         torch.testing.assert_close(found.double(), gradient / 2, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_copies_and_pickles_work(size):
     run_ranks(size, copy_and_pickle)
 
@@ -227,8 +228,9 @@ def as_libraries_do(rank, size):
     comm.barrier()
 
 
-def test_what_other_libraries_call():
-    run_ranks(2, as_libraries_do)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_what_other_libraries_call(size):
+    run_ranks(size, as_libraries_do)
 
 
 def step_in_backward(rank, size):
@@ -247,8 +249,9 @@ def step_in_backward(rank, size):
         torch.testing.assert_close(after, before - 0.5 * gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_optimizers_that_step_in_backward():
-    run_ranks(2, step_in_backward)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_optimizers_that_step_in_backward(size):
+    run_ranks(size, step_in_backward)
 
 
 def compile_it(rank, size):
@@ -295,8 +298,9 @@ def amp_and_clipping(rank, size):
     return skipped, [p.detach().clone() for p in ddp.parameters()]
 
 
-def test_amp_with_grad_scaler():
-    results = run_ranks(2, amp_and_clipping)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_amp_with_grad_scaler(size):
+    results = run_ranks(size, amp_and_clipping)
     for skipped, parameters in results:
         assert [s for s, _ in skipped] == [False, True, False]
         for mine, theirs in zip(parameters, results[0][1], strict=True):
