@@ -1,7 +1,5 @@
 """Communication hooks: torch's own, unchanged, over gloo groups as state; and hooks of a user's."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +7,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 
 import pycomm
+from ddp_cases import start_gloo
 from ranks import run_ranks
 
 TINY = 1e-4
@@ -43,11 +42,6 @@ def wanted(size, step):
     net = make(torch.float64)
     (sum(net(data(step, rank, torch.float64)) for rank in range(size)) / size).backward()
     return gradients(net)
-
-
-def start_gloo(rank, size):
-    path = os.path.join(os.environ["PYCOMM_RUN_DIR"], "store")
-    dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
 
 
 def powersgd_state():

@@ -1,7 +1,5 @@
 """Uneven inputs: join(), torch's Join with ZeroRedundancyOptimizer, and averages by tokens."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +8,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import pycomm
+from ddp_cases import start_gloo
 from ranks import run_ranks
 
 TINY = 1e-4
@@ -41,11 +40,6 @@ def data(step, rank, rows=4):
 
 def n_inputs(rank):
     return 3 + 2 * rank
-
-
-def start_gloo(rank, size):
-    path = os.path.join(os.environ["PYCOMM_RUN_DIR"], "store")
-    dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
 
 
 def train(rank, size, by_torch, by_initial, options):

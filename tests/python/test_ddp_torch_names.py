@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Torchs
 
 import pycomm
+from ddp_cases import start_gloo
 from ranks import run_ranks
 
 OURS = {"communicator", "compression", "error_feedback", "overlap", "check_consistency_every"}
@@ -112,11 +113,6 @@ def test_what_cannot_be_says_what_to_do():
 
 
 # ---- groups of torch's
-
-
-def start_gloo(rank, size):
-    path = os.path.join(os.environ["PYCOMM_RUN_DIR"], "store")
-    dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
 
 
 def use_groups(rank, size):
