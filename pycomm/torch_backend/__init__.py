@@ -3,6 +3,7 @@
 After ``import pycomm``, ``torch.distributed.init_process_group("pycomm")`` makes them, and all that is built
 on torch.distributed (FSDP, DTensor, pipelining, checkpoints, trainers) runs on pycomm's engine.
 
-In reading order: autoload (how torch learns the name), group (the process group), tensors (what torch may give
-and the engine takes), works (handles of calls on their way), sparse (sparse all_reduce).
+In reading order: autoload (how torch learns the name), group (the process group), tensors (what torch may
+give and what the engine takes), works (handles of calls on their way), errors (torch's classes), recording
+(the profiler's events), sparse (sparse all_reduce), monitored_barrier.
 """

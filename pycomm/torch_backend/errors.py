@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch.distributed as dist
 
 from pycomm.errors import CommError, CommTimeoutError, MismatchError, PeerLostError
 
-__all__ = ["translated"]
+__all__ = ["as_torchs"]
 
 
 class DistCommError(dist.DistBackendError, CommError):
@@ -37,16 +34,13 @@ _KINDS: tuple[tuple[type[CommError], type[DistCommError]], ...] = (
 
 
 def as_torchs(error: CommError) -> CommError:
-    """The same error in torch's family, too."""
+    """The same error in torch's family, too.
+
+    One of a deadline says "Timed out", as gloo's do: people's scripts look for these words.
+    """
     if isinstance(error, DistCommError):
         return error
-    return next(theirs for ours, theirs in _KINDS if isinstance(error, ours))(str(error))
-
-
-@contextlib.contextmanager
-def translated() -> Iterator[None]:
-    """Around calls of the communicator: its errors go on in torch's family."""
-    try:
-        yield
-    except CommError as error:
-        raise as_torchs(error) from error
+    text = str(error)
+    if isinstance(error, CommTimeoutError) and ": waited " in text:
+        text = text.replace(": waited ", ": Timed out after waiting ", 1)
+    return next(theirs for ours, theirs in _KINDS if isinstance(error, ours))(text)

@@ -1,9 +1,12 @@
 """The process group: torch's calls with torch's options, made on a communicator.
 
 torch calls these methods from Python (``torch.distributed``) and, through its trampoline for Python groups,
-from C++ (torch's reducer, functional collectives). Each gives the work that it is: ``Done`` when torch did not
-ask for an asynchronous call, since a call that the caller makes itself needs no other thread. Point-to-point
-calls are always asynchronous: their order on a pair of ranks is given by tags, not by program order.
+from C++ (torch's reducer, functional collectives). Each gives a work: ``Done`` when torch did not ask for an
+asynchronous call, since a call that the caller makes itself needs no other thread. Point-to-point calls are
+always asynchronous: their order on a pair of ranks is given by tags, not by program order.
+
+A wrong argument of a collective is refused: it raises here what it is, and on the other ranks, which would
+wait otherwise, that this rank was refused; the group stays usable.
 
 Names: torch has renamed methods over time (``_allgather_base`` is ``all_gather_single`` now, and so on); the
 older names are aliases at the end of the class. Ranks, roots and peers are those of the group.
@@ -21,10 +24,13 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from pycomm.ddp.not_traced import NotTraced
+from pycomm.errors import CommError
 from pycomm.initialize import init
 from pycomm.torch_backend import sparse
-from pycomm.torch_backend.errors import translated
-from pycomm.torch_backend.tensors import movable, plain, reducible
+from pycomm.torch_backend.errors import as_torchs
+from pycomm.torch_backend.monitored_barrier import MonitoredBarrier
+from pycomm.torch_backend.recording import Event, is_recording
+from pycomm.torch_backend.tensors import movable, reducible
 from pycomm.torch_backend.works import Done, Pending
 from pycomm.work import Work
 
@@ -41,6 +47,7 @@ _OPS = {
     _Kind.BOR: "bor",
     _Kind.BXOR: "bxor",
 }
+Call = Callable[..., Any]  #: of ``async_op`` and ``timeout``
 
 
 def _op_of(reduce_op: Any) -> Any:
@@ -51,14 +58,10 @@ def _op_of(reduce_op: Any) -> Any:
     return _OPS[kind]
 
 
-def _seconds(options: Any) -> float | None:
-    """The timeout of one call; torch's "unset" is negative."""
+def _limit(options: Any) -> float | None:
+    """Seconds that one call may take; torch's "unset" is negative."""
     limit: float = options.timeout.total_seconds()
     return limit if limit > 0 else None
-
-
-def _is_async(options: Any) -> bool:
-    return bool(getattr(options, "asyncOp", True))
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -69,10 +72,19 @@ class ProcessGroup(dist.ProcessGroup):
         self._store = store
         self._group_name = ""
         self._group_desc = ""
-        with translated():
+        try:
             self._comm = init(store=store, rank=rank, size=size, timeout=timeout.total_seconds())
+        except CommError as error:
+            raise as_torchs(error) from error
+        self._refusing = self._comm._refusing
+        self._barriers = MonitoredBarrier(store, rank, size)
 
     # ---- what it is -------------------------------------------------------------------------------------
+
+    @property
+    def communicator(self) -> Any:
+        """The :class:`pycomm.Communicator` that serves the group, also closed by it."""
+        return self._comm
 
     def getBackendName(self) -> str:
         """For torch."""
@@ -117,23 +129,39 @@ class ProcessGroup(dist.ProcessGroup):
     # ---- making calls -----------------------------------------------------------------------------------
 
     def _make(
-        self,
-        options: Any,
-        outputs: list[Tensor],
-        calls: Sequence[Callable[..., Any]],
-        finish: Callable[[], None] | None = None,
+        self, name: str, options: Any, given: list[Tensor], outputs: list[Tensor], calls: Sequence[Call]
     ) -> Any:
-        """Makes calls (functions of ``async_op`` and ``timeout``) in order; the work of all of them."""
-        timeout = _seconds(options)
-        with translated():
-            if not _is_async(options):
-                for call in calls:
-                    call(async_op=False, timeout=timeout)
-                if finish is not None:
-                    finish()
-                return Done(outputs)
-            works = [call(async_op=True, timeout=timeout) for call in calls]
-        return Pending(works, outputs, finish)
+        """Makes calls in order; the work of all of them.
+
+        Args:
+            name: for the profiler.
+            options: torch's of this call.
+            given: what the caller gave, for the profiler.
+            outputs: the work's result.
+        """
+        is_async, timeout = getattr(options, "asyncOp", True), _limit(options)
+        try:
+            if is_recording():
+                event = Event(name, given)
+                pending = Pending(self._start(calls, timeout, event), outputs, event)
+                return pending if is_async or not pending.wait() else Done(outputs)
+            if is_async:
+                return Pending([call(async_op=True, timeout=timeout) for call in calls], outputs)
+            for call in calls:
+                call(async_op=False, timeout=timeout)
+            return Done(outputs)
+        except CommError as error:
+            raise as_torchs(error) from error
+
+    @staticmethod
+    def _start(calls: Sequence[Call], timeout: float | None, event: Event) -> list[Work]:
+        works: list[Work] = []
+        try:
+            for call in calls:
+                works.append(call(async_op=True, timeout=timeout))
+        finally:
+            event.end_with(works)
+        return works
 
     @NotTraced
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -147,43 +175,56 @@ class ProcessGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Several all_reduces of one operation."""
         opts = c10d.AllreduceCoalescedOptions() if opts is None else opts
-        op, found = _op_of(opts.reduceOp), reducible("all_reduce", tensors)
-        if len(found) == 1:
-            [one] = found
-            return self._make(opts, tensors, [lambda **how: self._comm.all_reduce(one, op, **how)])
+        with self._refusing:
+            op, found = _op_of(opts.reduceOp), reducible("all_reduce", tensors)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in found:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         calls = [
-            lambda group=group, **how: self._comm.all_reduce(group, op, **how) for group in by_dtype.values()
+            lambda group=(group[0] if len(group) == 1 else group), **how: self._comm.all_reduce(
+                group, op, **how
+            )
+            for group in by_dtype.values()
         ]
-        return self._make(opts, tensors, calls)
+        return self._make("all_reduce", opts, tensors, tensors, calls)
 
     @NotTraced
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """See torch.distributed.broadcast."""
         opts = c10d.BroadcastOptions() if opts is None else opts
-        [tensor] = movable("broadcast", tensors)
-        root = opts.rootRank
-        return self._make(opts, tensors, [lambda **how: self._comm.broadcast(tensor, root, **how)])
+        with self._refusing:
+            [tensor], root = movable("broadcast", tensors), opts.rootRank
+        calls = [lambda **how: self._comm.broadcast(tensor, root, **how)]
+        return self._make("broadcast", opts, tensors, tensors, calls)
 
     @NotTraced
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """See torch.distributed.reduce."""
-        [tensor], op, root = reducible("reduce", tensors), _op_of(opts.reduceOp), opts.rootRank
-        return self._make(opts, tensors, [lambda **how: self._comm.reduce(tensor, root, op, **how)])
+        with self._refusing:
+            [tensor], op, root = reducible("reduce", tensors), _op_of(opts.reduceOp), opts.rootRank
+        calls = [lambda **how: self._comm.reduce(tensor, root, op, **how)]
+        return self._make("reduce", opts, tensors, tensors, calls)
 
     @NotTraced
     def allgather(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        """See torch.distributed.all_gather; the outputs of a list may differ in size."""
+        """See torch.distributed.all_gather: ``output_lists[i]`` are the ranks' ``inputs[i]``, of any size."""
         opts = c10d.AllgatherOptions() if opts is None else opts
-        calls = []
-        for outputs, given in zip(output_lists, movable("all_gather", inputs), strict=True):
-            parts = movable("all_gather", outputs)
-            calls.append(
-                lambda parts=parts, given=given, **how: self._comm.all_gather(parts, given, **how)
-            )
-        return self._make(opts, output_lists[0], calls)
+        with self._refusing:
+            pairs = [
+                (movable("all_gather", outputs), given)
+                for outputs, given in zip(output_lists, movable("all_gather", inputs), strict=True)
+            ]
+        calls = [lambda o=o, i=i, **how: self._comm.all_gather(o, i, **how) for o, i in pairs]
+        return self._make("all_gather", opts, inputs, output_lists[0], calls)
+
+    @NotTraced
+    def allgather_coalesced(
+        self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Any:
+        """See torch.distributed.all_gather_coalesced: ``output_lists[r]`` are all inputs of rank r."""
+        with self._refusing:
+            by_input = [list(parts) for parts in zip(*output_lists, strict=True)]
+        return self.allgather(by_input, inputs, opts)
 
     @NotTraced
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
@@ -196,36 +237,42 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Any:
         """Several of them."""
         opts = c10d.AllgatherOptions() if opts is None else opts
-        pairs = zip(movable("all_gather", outputs), movable("all_gather", inputs), strict=True)
+        with self._refusing:
+            pairs = list(zip(movable("all_gather", outputs), movable("all_gather", inputs), strict=True))
         calls = [lambda o=o, i=i, **how: self._comm.all_gather(o, i, **how) for o, i in pairs]
-        return self._make(opts, outputs, calls)
+        return self._make("all_gather_into_tensor", opts, inputs, outputs, calls)
 
     @NotTraced
     def gather(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         """See torch.distributed.gather."""
-        root, [given] = opts.rootRank, movable("gather", inputs)
         outputs = output_lists[0] if output_lists else []
-        parts = movable("gather", outputs) if self._comm.rank == root else None
-        return self._make(opts, outputs, [lambda **how: self._comm.gather(given, parts, root, **how)])
+        with self._refusing:
+            root, [given] = opts.rootRank, movable("gather", inputs)
+            parts = movable("gather", outputs) if self._comm.rank == root else None
+        calls = [lambda **how: self._comm.gather(given, parts, root, **how)]
+        return self._make("gather", opts, inputs, outputs, calls)
 
     @NotTraced
     def scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any) -> Any:
         """See torch.distributed.scatter."""
-        root, [output] = opts.rootRank, movable("scatter", outputs)
-        parts = movable("scatter", input_lists[0]) if self._comm.rank == root else None
-        return self._make(opts, outputs, [lambda **how: self._comm.scatter(output, parts, root, **how)])
+        with self._refusing:
+            root, [output] = opts.rootRank, movable("scatter", outputs)
+            parts = movable("scatter", input_lists[0]) if self._comm.rank == root else None
+        calls = [lambda **how: self._comm.scatter(output, parts, root, **how)]
+        return self._make("scatter", opts, input_lists[0] if input_lists else [], outputs, calls)
 
     @NotTraced
     def reduce_scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any = None) -> Any:
         """See torch.distributed.reduce_scatter; the inputs of a list may differ in size."""
         opts = c10d.ReduceScatterOptions() if opts is None else opts
-        op, calls = _op_of(opts.reduceOp), []
-        for output, parts in zip(reducible("reduce_scatter", outputs), input_lists, strict=True):
-            given = reducible("reduce_scatter", parts)
-            calls.append(
-                lambda output=output, given=given, **how: self._comm.reduce_scatter(output, given, op, **how)
-            )
-        return self._make(opts, outputs, calls)
+        with self._refusing:
+            op = _op_of(opts.reduceOp)
+            pairs = [
+                (output, reducible("reduce_scatter", parts))
+                for output, parts in zip(reducible("reduce_scatter", outputs), input_lists, strict=True)
+            ]
+        calls = [lambda o=o, i=i, **how: self._comm.reduce_scatter(o, i, op, **how) for o, i in pairs]
+        return self._make("reduce_scatter", opts, input_lists[0], outputs, calls)
 
     @NotTraced
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
@@ -238,10 +285,12 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Any:
         """Several of them."""
         opts = c10d.ReduceScatterOptions() if opts is None else opts
-        op = _op_of(opts.reduceOp)
-        pairs = zip(reducible("reduce_scatter", outputs), reducible("reduce_scatter", inputs), strict=True)
+        with self._refusing:
+            op = _op_of(opts.reduceOp)
+            given = reducible("reduce_scatter", inputs)
+            pairs = list(zip(reducible("reduce_scatter", outputs), given, strict=True))
         calls = [lambda o=o, i=i, **how: self._comm.reduce_scatter(o, i, op, **how) for o, i in pairs]
-        return self._make(opts, outputs, calls)
+        return self._make("reduce_scatter_tensor", opts, inputs, outputs, calls)
 
     @NotTraced
     def all_to_all_single(
@@ -254,22 +303,35 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Any:
         """See torch.distributed.all_to_all_single; empty split sizes mean equal ones."""
         opts = c10d.AllToAllOptions() if opts is None else opts
-        [out, given] = movable("all_to_all_single", [output, input])
+        with self._refusing:
+            [out, given] = movable("all_to_all_single", [output, input])
         splits = list(output_split_sizes) or None, list(input_split_sizes) or None
-        return self._make(opts, [output], [lambda **how: self._comm.all_to_all(out, given, *splits, **how)])
+        calls = [lambda **how: self._comm.all_to_all(out, given, *splits, **how)]
+        return self._make("all_to_all", opts, [input], [output], calls)
 
     @NotTraced
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """See torch.distributed.all_to_all."""
         opts = c10d.AllToAllOptions() if opts is None else opts
-        outs, given = movable("all_to_all", outputs), movable("all_to_all", inputs)
-        return self._make(opts, outputs, [lambda **how: self._comm.all_to_all(outs, given, **how)])
+        with self._refusing:
+            outs, given = movable("all_to_all", outputs), movable("all_to_all", inputs)
+        calls = [lambda **how: self._comm.all_to_all(outs, given, **how)]
+        return self._make("all_to_all", opts, inputs, outputs, calls)
 
     @NotTraced
     def barrier(self, opts: Any = None) -> Any:
         """See torch.distributed.barrier."""
         opts = c10d.BarrierOptions() if opts is None else opts
-        return self._make(opts, [], [self._comm.barrier])
+        return self._make("barrier", opts, [], [], [self._comm.barrier])
+
+    @NotTraced
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """See torch.distributed.monitored_barrier; a negative timeout is the group's."""
+        if isinstance(timeout, (int, float)):
+            timeout = timedelta(seconds=timeout)
+        if timeout is None or timeout < timedelta(0):
+            timeout = timedelta(seconds=min(self._comm.timeout, 1e8))
+        self._barriers(timeout, wait_all_ranks)
 
     # ---- point to point ---------------------------------------------------------------------------------
 
@@ -277,42 +339,34 @@ class ProcessGroup(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Any:
         """See torch.distributed.isend."""
         [tensor] = movable("send", tensors)
-        return self._transfer(tensors, lambda: self._comm.isend(tensor, dst, tag))
+        return self._transfer("send", tensors, lambda: self._comm.isend(tensor, dst, tag))
 
     @NotTraced
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> Any:
         """See torch.distributed.irecv."""
         [tensor] = movable("recv", tensors)
-        return self._transfer(tensors, lambda: self._comm.irecv(tensor, src, tag))
+        return self._transfer("recv", tensors, lambda: self._comm.irecv(tensor, src, tag))
 
     @NotTraced
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         """See torch.distributed.irecv without ``src``."""
         [tensor] = movable("recv", tensors)
-        return self._transfer(tensors, lambda: self._comm.irecv(tensor, None, tag))
+        return self._transfer("recvAnySource", tensors, lambda: self._comm.irecv(tensor, None, tag))
 
-    def _transfer(self, tensors: list[Tensor], start: Callable[[], Work]) -> Any:
-        with translated():
-            return Pending([start()], tensors)
+    @staticmethod
+    def _transfer(name: str, tensors: list[Tensor], start: Callable[[], Work]) -> Any:
+        try:
+            if not is_recording():
+                return Pending([start()], tensors)
+            event = Event(name, tensors)
+            return Pending(ProcessGroup._start([lambda **_: start()], None, event), tensors, event)
+        except CommError as error:
+            raise as_torchs(error) from error
 
-    # ---- older names, and those of C++ ------------------------------------------------------------------
+    # ---- older names ------------------------------------------------------------------------------------
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-    @NotTraced
-    def allgather_coalesced(
-        self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> Any:
-        """Several all_gathers; ``output_lists[i]`` are the outputs of ``inputs[i]``."""
-        return self.allgather(output_lists, inputs, opts)
-
-    @NotTraced
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error names who did not come; every barrier's does."""
-        limit = None if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
-        with translated():
-            self._comm.barrier(timeout=limit)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from pycomm.communicator import Communicator
 from pycomm.ddp.sparse import sparse_average
-from pycomm.torch_backend.errors import translated
+from pycomm.errors import CommError
+from pycomm.torch_backend.errors import as_torchs
 from pycomm.torch_backend.works import Done
 
 __all__ = ["all_reduce"]
@@ -21,14 +22,18 @@ def all_reduce(comm: Communicator, tensor: Tensor, op: Any) -> Done:
     Raises:
         ValueError: another operation, or a layout other than COO.
     """
-    if op not in ("sum", "avg") or tensor.layout is not torch.sparse_coo:
-        raise ValueError(
-            f"all_reduce of a sparse tensor takes sum or avg of COO tensors, got {op} of {tensor.layout}"
-        )
-    with torch.no_grad(), translated():
+    with comm._refusing:
+        if op not in ("sum", "avg") or tensor.layout is not torch.sparse_coo:
+            raise ValueError(
+                f"all_reduce of a sparse tensor takes sum or avg of COO tensors, got {op} of {tensor.layout}"
+            )
+    with torch.no_grad():
         share = 1.0 if op == "sum" else 1.0 / comm.size
         like: Any = tensor  # of a parameter only shape and dtype are asked
-        result = sparse_average(comm, like, tensor, share)
+        try:
+            result = sparse_average(comm, like, tensor, share)
+        except CommError as error:
+            raise as_torchs(error) from error
         tensor.sparse_resize_and_clear_(tensor.shape, result.sparse_dim(), result.dense_dim())
         tensor.copy_(result)
     return Done([tensor])

@@ -1,20 +1,22 @@
 """Handles of the backend's calls, as torch.distributed and its users ask them.
 
-A call that is over when it returns (the caller did not ask for an asynchronous one) has a ``Done``; the others
-have a ``Pending`` around a ``pycomm.Work``. Futures are made only when asked for. A Future whose call fails
-must fail in C++'s eyes, too (torch's reducer reads it there): ``then`` does that, ``set_exception`` does not.
+A call that is over when it returns (the caller did not ask for an asynchronous one) has a ``Done``; the
+others have a ``Pending`` around ``pycomm.Work``s. Futures are made only when asked for. A Future whose call
+fails must fail in C++'s eyes, too (torch's reducer reads it there): ``then`` does that, ``set_exception``
+does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pycomm.torch_backend.errors import translated
+from pycomm.errors import CommError
+from pycomm.torch_backend.errors import as_torchs
+from pycomm.torch_backend.recording import Event
 from pycomm.work import Work
 
 __all__ = ["Done", "Pending"]
@@ -23,10 +25,9 @@ __all__ = ["Done", "Pending"]
 class Done(dist.Work):
     """A call that is over; ``result`` is the list of its output tensors."""
 
-    def __init__(self, result: list[torch.Tensor], source: int = -1) -> None:
+    def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__()
         self._outputs = result
-        self._source = source
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -46,10 +47,9 @@ class Done(dist.Work):
         return self._outputs
 
     def source_rank(self) -> int:
-        return self._source
+        raise RuntimeError("source_rank: only a recv has one, and this work is of a collective")
 
-    def _source_rank(self) -> int:
-        return self._source
+    _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
@@ -61,47 +61,45 @@ class Pending(dist.Work):
     """A call on its way.
 
     Args:
-        works: what must end; a coalesced call has several.
+        works: what must end, in the order of their calls; a coalesced call has several.
         result: its output tensors.
-        finish: called once when all have ended well, before any result is handed out.
+        event: the call's event in a profiler, which ends with the works.
     """
 
     def __init__(
-        self, works: list[Work], result: list[torch.Tensor], finish: Callable[[], None] | None = None
+        self,
+        works: list[Work],
+        result: list[torch.Tensor],
+        event: Event | None = None,
     ) -> None:
         super().__init__()
         self._works = works
         self._outputs = result
-        self._finish = finish
+        self._event = event
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         limit = None if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
-        with translated():
+        try:
             for work in self._works:
                 work.wait(limit)
-            self._complete()
+        except CommError as error:
+            raise as_torchs(error) from error
+        if self._event is not None:
+            self._event.wait()
         return True
-
-    def _complete(self) -> None:
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        if not all([work.is_completed() for work in self._works]):
-            return False
-        if self.exception() is None:
-            self._complete()
-        return True
+        return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Any:
-        return next((e for work in self._works if (e := work.exception()) is not None), None)
+        found = next((e for work in self._works if (e := work.exception()) is not None), None)
+        return as_torchs(found) if isinstance(found, CommError) else found
 
     def result(self) -> list[torch.Tensor]:
         return self._outputs
@@ -117,8 +115,7 @@ class Pending(dist.Work):
         ended = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
 
         def outputs(ended: torch.futures.Future[Any]) -> list[torch.Tensor]:
-            ended.value()  # raises what the call ended with
-            self.wait()
+            self.wait()  # raises what the call ended with
             return self._outputs
 
         return ended.then(outputs)
