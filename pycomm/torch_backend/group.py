@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from pycomm.work import Work
 
 __all__ = ["ProcessGroup"]
 
-_Kind = c10d.ReduceOp.RedOpType
+_Kind: Any = c10d.ReduceOp.RedOpType
 _OPS = {
     _Kind.SUM: "sum",
     _Kind.AVG: "avg",
@@ -68,7 +68,7 @@ class ProcessGroup(dist.ProcessGroup):
     """A group of torch.distributed on a communicator of its own; made by torch, see the package's text."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        cast(Any, super()).__init__(rank, size)  # of a group that has no backends of its own
         self._store = store
         self._group_name = ""
         self._group_desc = ""

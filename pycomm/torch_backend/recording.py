@@ -18,6 +18,7 @@ from pycomm.work import Work, _completer
 
 __all__ = ["Event", "is_recording"]
 
+_autograd: Any = torch.autograd
 is_recording = torch._C._autograd._profiler_enabled
 
 
@@ -30,7 +31,7 @@ class Event:
     """
 
     def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
-        self._handle: Any = torch.autograd._record_function_with_args_enter(f"pycomm:{name}", *tensors)
+        self._handle: Any = _autograd._record_function_with_args_enter(f"pycomm:{name}", *tensors)
         self._ended = threading.Event()
 
     def end_with(self, works: Sequence[Work]) -> None:
@@ -43,7 +44,7 @@ class Event:
         _completer.add(works[-1], future)
 
     def _end(self, _: object) -> None:
-        torch.autograd._record_function_with_args_exit(self._handle)
+        _autograd._record_function_with_args_exit(self._handle)
         self._ended.set()
 
     def wait(self) -> None:
