@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GradBucket", "Hook", "HookWire", "LooseHook"]
+__all__ = ["GradBucket", "Hook", "HookWire", "LooseHook", "UsersHook"]
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 
@@ -88,26 +88,76 @@ class GradBucket:
         return self._parameters
 
 
+class UsersHook:
+    """What the user registered. What it raises on this rank is kept until all ranks know.
+
+    An exception that left backward at once would leave the other ranks waiting for the end of it; and this
+    rank's next backward would answer them.
+
+    Args:
+        hook, state: what the user registered.
+    """
+
+    def __init__(self, hook: Hook, state: Any) -> None:
+        self._hook = hook
+        self._state = state
+        self.failure: Exception | None = None
+        """The first exception in this backward."""
+
+    def start(self, bucket: GradBucket) -> torch.futures.Future[Any] | None:
+        """Calls it; None when it raises."""
+        try:
+            future = self._hook(self._state, bucket)
+            if not hasattr(future, "wait"):
+                raise TypeError(
+                    f"DistributedDataParallel: the communication hook {self._name()} must return a "
+                    f"torch.futures.Future, got {type(future).__name__}"
+                )
+        except Exception as error:
+            self.failure = self.failure or error
+            return None
+        return future
+
+    def result(self, future: torch.futures.Future[Any] | None, n_elems: int) -> Tensor | None:
+        """Waits for what ``start`` gave; None when there is no such tensor."""
+        if future is None:
+            return None
+        try:
+            result = future.wait()
+            if isinstance(result, (list, tuple)) and len(result) == 1:
+                result = result[0]
+            if not isinstance(result, Tensor) or result.numel() != n_elems:
+                got = f"{result.numel()} elements" if isinstance(result, Tensor) else type(result).__name__
+                raise TypeError(
+                    f"DistributedDataParallel: the Future of the communication hook {self._name()} must "
+                    f"hold one tensor of the bucket's {n_elems} elements, got {got}"
+                )
+        except Exception as error:
+            self.failure = self.failure or error
+            return None
+        return result.detach()
+
+    def _name(self) -> str:
+        return getattr(self._hook, "__name__", None) or repr(self._hook)
+
+
 class HookWire:
     """Gives a bucket to a hook, and its result to the gradients.
 
     Args:
         bucket: its buffer and views are this wire's own memory.
-        hook, state: what the user registered.
+        hook: what is called.
         size: the number of ranks, by which a share of a weighted average is multiplied.
         before: the wire of the bucket before, whose Future is awaited first.
     """
 
     algorithm: str | None = "hook"
 
-    def __init__(
-        self, bucket: GradBucket, hook: Hook, state: Any, size: int, before: HookWire | None
-    ) -> None:
+    def __init__(self, bucket: GradBucket, hook: UsersHook, size: int, before: HookWire | None) -> None:
         self._bucket = bucket
         self._memory = bucket.buffer()
         self._views = bucket.gradients()
         self._hook = hook
-        self._state = state
         self._size = size
         self._before = before
         self._future: torch.futures.Future[Any] | None = None
@@ -128,18 +178,18 @@ class HookWire:
         self._bucket.set_buffer(self._memory)
         if self._before is not None:
             self._before.settle()
-        self._future = _call(self._hook, self._state, self._bucket)
+        self._future = self._hook.start(self._bucket)
         if not async_op:
             self.settle()
 
     def settle(self) -> None:
         """Waits for the Future; its result is then in this wire's memory."""
         future, self._future = self._future, None
-        if future is None:
-            return
-        result = _result(future, self._hook, self._memory.numel())
-        if result.data_ptr() != self._memory.data_ptr() or result.dtype is not self._memory.dtype:
-            self._memory.copy_(result.detach().view(-1))
+        result = self._hook.result(future, self._memory.numel())
+        if result is not None and (
+            result.data_ptr() != self._memory.data_ptr() or result.dtype is not self._memory.dtype
+        ):
+            self._memory.copy_(result.view(-1))
 
     def finish(self) -> None:
         """Waits, and gives the result to the gradients given to ``start``."""
@@ -153,15 +203,14 @@ class LooseHook:
     """Gives gradients that are in no bucket to a hook, one by one, each as a bucket of its own.
 
     Args:
-        hook, state: what the user registered.
+        hook: what is called.
         size: the number of ranks, by which a share of a weighted average is multiplied.
         first: the number of the first of these buckets.
         n: how many there are; the last one is the last of the backward.
     """
 
-    def __init__(self, hook: Hook, state: Any, size: int, first: int, n: int) -> None:
+    def __init__(self, hook: UsersHook, size: int, first: int, n: int) -> None:
         self._hook = hook
-        self._state = state
         self._size = size
         self._first = first
         self._n = n
@@ -179,34 +228,9 @@ class LooseHook:
             [gradient if is_sparse else buffer.view(parameter.shape)],
             [parameter],
         )
-        result = _result(_call(self._hook, self._state, bucket), self._hook, parameter.numel()).detach()
+        result = self._hook.result(self._hook.start(bucket), parameter.numel())
+        if result is None:
+            return gradient
         if result.layout is not torch.strided:
             return result.to(parameter.dtype).coalesce()
         return result.to(parameter.dtype).view(parameter.shape)
-
-
-def _call(hook: Hook, state: Any, bucket: GradBucket) -> torch.futures.Future[Any]:
-    future = hook(state, bucket)
-    if not hasattr(future, "wait"):
-        raise TypeError(
-            f"DistributedDataParallel: the communication hook {_name_of(hook)} must return a "
-            f"torch.futures.Future, got {type(future).__name__}"
-        )
-    return future
-
-
-def _result(future: torch.futures.Future[Any], hook: Hook, n_elems: int) -> Tensor:
-    result = future.wait()
-    if isinstance(result, (list, tuple)) and len(result) == 1:
-        result = result[0]
-    if not isinstance(result, Tensor) or result.numel() != n_elems:
-        got = f"{result.numel()} elements" if isinstance(result, Tensor) else type(result).__name__
-        raise TypeError(
-            f"DistributedDataParallel: the Future of the communication hook {_name_of(hook)} must "
-            f"hold one tensor of the bucket's {n_elems} elements, got {got}"
-        )
-    return result
-
-
-def _name_of(hook: Hook) -> str:
-    return getattr(hook, "__name__", None) or repr(hook)

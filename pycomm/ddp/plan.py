@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from pycomm.ddp.agree import in_memory_order, memory_order, views_of
 from pycomm.ddp.block_wire import CODED_DTYPES, BlockWire
 from pycomm.ddp.error_feedback import ErrorFeedback
 from pycomm.ddp.half_wire import HalfWire
-from pycomm.ddp.hooks import GradBucket, Hook, HookWire
+from pycomm.ddp.hooks import GradBucket, HookWire, UsersHook
 from pycomm.ddp.structure import Structure
 from pycomm.ddp.wire import WIRE_DTYPES, Compression, PlainWire, Wire
 
@@ -46,8 +46,7 @@ class Settings:
     feedback: ErrorFeedback | None
     overlap: Overlap
     as_view: bool
-    hook: Hook | None = None
-    hook_state: Any = None
+    hook: UsersHook | None = None
     skips_unused: bool = False
 
 
@@ -214,7 +213,7 @@ def _make(
     if settings.hook is not None and buffer is not None and views is not None:
         bucket = GradBucket(number[0], number[0] == number[1] - 1, buffer, views, parameters)
         hooks_before = before if isinstance(before, HookWire) else None
-        wire = HookWire(bucket, settings.hook, settings.hook_state, comm.size, hooks_before)
+        wire = HookWire(bucket, settings.hook, comm.size, hooks_before)
         orders = []
     elif settings.compression is None or not _is_compressed(settings.compression, dtype):
         wire = PlainWire(comm, buffer, laid_out)

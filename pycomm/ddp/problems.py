@@ -28,6 +28,7 @@ class Whole(IntFlag):
     CHANGED = 1
     BROKEN = 2
     WEIGHTS = 4
+    HOOK = 8
 
 
 _SAYING = {
@@ -64,6 +65,8 @@ def report(names: Sequence[str], table: Sequence[Sequence[int]], allowed: frozen
             continue  # what did not come, did not come for that reason
         if row[-1] & Whole.WEIGHTS:
             findings.append(f"rank {rank}: forwards with different weights share this backward")
+        if row[-1] & Whole.HOOK:
+            findings.append(f"rank {rank}: its communication hook raised an exception")
         for problem, saying in _SAYING.items():
             if problem in allowed:
                 continue

@@ -6,15 +6,14 @@ gradients came in. When backward ends, autograd calls ``_end``: what is left is 
 ranks agree on a *status*: how many have a *problem* (a gradient that a rank could not contribute), and when
 each came.
 
-A gradient that did not come, or cannot be reduced, does not stop the sequence: a *stand-in* (what the
-parameter's gradient already holds, else zeros) takes its place, so that every rank makes the same calls in
-every backward. Where the status is not zero, and only there, pycomm/ddp/resolve.py settles it on all ranks
-alike.
+A gradient that did not come, or cannot be reduced, does not stop the sequence: a *stand-in* takes its place
+(pycomm/ddp/contributions.py), so that every rank makes the same calls in every backward. Where the status is
+not zero, and only there, pycomm/ddp/resolve.py settles it on all ranks alike.
 
 **When a backward is one of ours.** A hook on every output of a forward (pycomm/ddp/sinks.py) says so, with
 what that forward was told (no_sync, weights); where none is met (``ddp.module(x)``), the first gradient
-says so. The *outermost*
-backward counts: a reentrant checkpoint's own backward ends without a reduction.
+says so. The *outermost* backward counts: a reentrant checkpoint's own backward ends without a reduction. One
+that an exception ends is told to the other ranks by the next backward or forward (pycomm/ddp/ending.py).
 
 The first backward is reduced at its end. It shows in which order and how often gradients come; buckets are
 then built again in the order of rank 0. Everything here runs on the thread that calls backward.
@@ -24,21 +23,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Set
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from pycomm import _C
 from pycomm.communicator import Communicator
 from pycomm.ddp import asleep
 from pycomm.ddp import resolve as resolution
 from pycomm.ddp.agree import in_memory_order
+from pycomm.ddp.contributions import contributions
+from pycomm.ddp.ending import queue_end
 from pycomm.ddp.hooks import HookWire, LooseHook
 from pycomm.ddp.late import note_late
-from pycomm.ddp.plan import Bucket, Plan, Settings, build
+from pycomm.ddp.plan import Plan, Settings, build
 from pycomm.ddp.problems import Problem, Whole
-from pycomm.ddp.sinks import Forward, defer
+from pycomm.ddp.sinks import Forward
 from pycomm.ddp.sparse import reduce_loose
 from pycomm.ddp.stats import Times
 from pycomm.ddp.structure import Structure
@@ -87,6 +88,7 @@ class Reducer:
         self.is_static = True
         """Whether they were the same in every backward so far."""
         self._handles: list[Any] = []
+        self._n_resets = 0
         self.new: set[int] = set()  # whose gradients came in a backward within no_sync
         self.weight: float | None = None
         self.adopt(self.structure)
@@ -132,15 +134,21 @@ class Reducer:
     def _reset(self) -> None:
         """Nothing has come, and nothing is under way."""
         self.tally.reset()
+        self.is_broken = False
+        self._n_resets += 1
+        if self.settings.hook is not None:
+            self.settings.hook.failure = None
         self.problems: dict[int, Problem] = {}
         self.stand_ins: dict[int, Tensor] = {}
         self.whole = Whole.FINE
-        self._came: Set[int] = frozenset()
+        self.came: Set[int] = frozenset()  # known at the end of backward
         self._n_launched = 0
         self.n_launched_early = 0
 
     def begin(self, forward: Forward | None = None) -> None:
         """A backward is under way: through ``forward``, or (None) a gradient came before we knew."""
+        if self.is_broken:
+            self.close_broken_backward()
         if forward is None:
             forward = self.pending or self.default()
         is_synced = forward.is_synced or self.forced
@@ -148,24 +156,34 @@ class Reducer:
             if forward.is_synced and forward.weight != self.weight:
                 self.whole |= Whole.WEIGHTS
             return
-        engine = torch.autograd.Variable._execution_engine
+        broke = partial(self._broke, self._n_resets)
         if is_synced:
             self.tally.mode = REDUCING
             self.weight = forward.weight
             self.times.backward_began()
-            engine.queue_callback(self._end)
+            queue_end(self._end, broke)
         elif self.tally.mode == IDLE:
             self.tally.mode = LOCAL
-            engine.queue_callback(self._end_local)
+            queue_end(self._end_local, broke)
 
     def _end_local(self) -> None:
-        if self.tally.mode == LOCAL and not defer(self._end_local):
+        if self.tally.mode == LOCAL:
             self.new.update(self.tally.came)
             self._reset()
 
     def _end(self) -> None:
-        if self.tally.mode == REDUCING and not defer(self._end):
+        if self.tally.mode == REDUCING:
             self.finish()
+
+    def _broke(self, n_resets: int) -> None:
+        """An exception has ended a backward: the next one, or the next forward, tells the other ranks."""
+        if n_resets != self._n_resets:
+            return  # it has been told
+        if self.tally.mode == REDUCING:
+            self.is_broken = True
+            self.tally.mode = IDLE  # so that the next gradient or output calls `begin`
+        elif self.tally.mode == LOCAL:
+            self._reset()
 
     def bucket_complete(self) -> None:
         """All gradients of some bucket have come: launches what is complete, in order."""
@@ -181,11 +199,15 @@ class Reducer:
         """Tells the other ranks of a backward that an exception ended here, if there was one. Raises then.
 
         Raises:
-            RuntimeError: on every rank: here from forward, on the others from the backward that waits.
+            RuntimeError: on every rank: here from the next forward or backward, on the others from the
+                backward that waits.
         """
-        if self.tally.mode == IDLE or torch._C._current_graph_task_id() != -1:
-            return
-        if self.tally.mode == REDUCING:
+        if not self.is_broken:
+            # Within a reentrant checkpoint it may not be known yet.
+            if self.tally.mode == IDLE or torch._C._current_graph_task_id() != -1:
+                return
+            self.is_broken = self.tally.mode == REDUCING
+        if self.is_broken:
             self.finish(Whole.BROKEN)
         self._reset()
 
@@ -223,7 +245,7 @@ class Reducer:
                 )
             for bucket in plan.buckets:
                 bucket.wire.finish()
-            has_problems = self.times.exchange(self.comm, 0) > 0
+            has_problems = self._exchange(0) > 0
             has_changed = has_problems and resolution.resolve(self)
             for index, average in () if has_problems else self.stand_ins.items():
                 self.parameters[index].grad = average
@@ -237,88 +259,8 @@ class Reducer:
         bucket = self.plan.buckets[self._n_launched]
         self._n_launched += 1
         with torch.no_grad():  # create_graph=True records in hooks
-            gradients = self._contributions(bucket, known)
+            gradients = contributions(self, bucket, known)
             bucket.wire.start(gradients, self.weight, self.settings.overlap == "async")
-
-    def _contributions(self, bucket: Bucket, known: Set[int] | None) -> list[Tensor]:
-        """What this rank gives; with ``known``, only of these parameters a gradient has come."""
-        gradients: list[Tensor] | None = None
-        if known is None:
-            gradients = _C.plain_gradients(bucket.parameters, bucket.dtype, torch.strided)
-        if gradients is None:
-            gradients = self._with_stand_ins(bucket, [p.grad for p in bucket.parameters], known)
-        if sum(map(Tensor.numel, gradients)) != bucket.n_elems:
-            gradients = self._reshaped(bucket, gradients)
-        if bucket.views is not None and self._move_into(bucket, bucket.views, gradients):
-            assert bucket.laid_out is not None
-            return bucket.laid_out
-        if bucket.orders is not None:
-            return [in_memory_order(g, o) for g, o in zip(gradients, bucket.orders, strict=True)]
-        return gradients
-
-    def _with_stand_ins(
-        self, bucket: Bucket, found: list[Tensor | None], known: Set[int] | None
-    ) -> list[Tensor]:
-        """The gradients found, with a stand-in where one cannot be contributed."""
-        gradients = []
-        for index, gradient in zip(bucket.indices, found, strict=True):
-            if (
-                gradient is None
-                or gradient.dtype is not bucket.dtype
-                or gradient.layout is not torch.strided
-                or type(gradient) is not Tensor
-                or (known is not None and index not in known)
-            ):
-                gradient = self._stand_in(bucket, index, gradient, known is None)
-            # The graph, where there is one (create_graph), stays with the parameter's; the value is averaged.
-            gradients.append(gradient.detach() if gradient.requires_grad else gradient)
-        return gradients
-
-    def _move_into(self, bucket: Bucket, views: list[Tensor], gradients: list[Tensor]) -> bool:
-        """Makes gradients aliases of the bucket's memory; False, and none moved, when some must stay."""
-        away = []
-        for index, parameter, view, gradient in zip(
-            bucket.indices, bucket.parameters, views, gradients, strict=True
-        ):
-            # Addresses, not identities: a cast of the module gives the same tensor other memory.
-            if gradient.data_ptr() == view.data_ptr():
-                continue
-            if index in self.stand_ins or parameter.grad is not gradient:
-                return False
-            away.append((parameter, view, gradient))
-        for parameter, view, gradient in away:
-            view.copy_(gradient)
-            parameter.grad = view.detach()
-        return True
-
-    def _stand_in(self, bucket: Bucket, index: int, gradient: Tensor | None, has_come: bool) -> Tensor:
-        parameter, shape = self.parameters[index], self.plan.shapes[index]
-        keeps = False
-        if gradient is None:
-            problem = Problem.GONE if has_come or index in self._came else Problem.UNUSED
-        elif gradient.layout is torch.sparse_coo and gradient.dtype is bucket.dtype:
-            problem = Problem.SPARSE
-        elif gradient.dtype is not bucket.dtype or type(gradient) is not Tensor or gradient.shape != shape:
-            problem = Problem.RETYPED
-        else:
-            problem, keeps = Problem.UNUSED, True
-        self.problems[index] = problem
-        if keeps and gradient is not None:
-            stand_in = gradient.detach().clone()
-        elif parameter.dtype is bucket.dtype and parameter.shape == shape:
-            stand_in = torch.zeros_like(parameter, requires_grad=False)
-        else:
-            stand_in = torch.zeros(shape, dtype=bucket.dtype)
-        self.stand_ins[index] = stand_in
-        return stand_in
-
-    def _reshaped(self, bucket: Bucket, gradients: list[Tensor]) -> list[Tensor]:
-        """Somebody gave ``parameter.data`` another shape: stand-ins, and the structure has changed."""
-        self.whole |= Whole.CHANGED
-        return [
-            g if g.shape == self.plan.shapes[i] else self._stand_in(bucket, i, g, True)
-            for i, g in zip(bucket.indices, gradients, strict=True)
-        ]
 
     @torch.no_grad()
     def finish(self, whole: Whole = Whole.FINE) -> None:
@@ -329,11 +271,11 @@ class Reducer:
         self.n_launched_early = self._n_launched
         try:
             all_came = tally.n_distinct == plan.n
-            self._came = self._everything if all_came else frozenset(tally.came)
-            known = self._came | self.new if self.new else self._came
+            self.came = self._everything if all_came else frozenset(tally.came)
+            known = self.came | self.new if self.new else self.came
             note_late(self)
             asleep.note_woken(self, known)
-            all_awake_came = all_came or (plan.asleep and self._came == self._everything - plan.asleep)
+            all_awake_came = all_came or (plan.asleep and self.came == self._everything - plan.asleep)
             while self._n_launched < len(plan.buckets):
                 self._launch(None if all_awake_came else known)
             if plan.loose:
@@ -343,10 +285,10 @@ class Reducer:
             if not self.structure.is_current(all_came and not self.problems):
                 self.whole |= Whole.CHANGED
             self.whole |= whole
-            n_problems = self.times.exchange(self.comm, len(self.problems) + int(self.whole))
-            if self.used is not self._came:
-                self.is_static = self.is_static and self.used in (None, self._came)
-            self.used = self._came
+            n_problems = self._exchange(len(self.problems))
+            if self.used is not self.came:
+                self.is_static = self.is_static and self.used in (None, self.came)
+            self.used = self.came
             self.last_order = tally.came
             self.n_ranks_used = torch.full((plan.n,), self.comm.size, dtype=torch.int32)
             if plan.asleep:
@@ -362,6 +304,12 @@ class Reducer:
             self.forced = False
             self.pending = None
             self.times.finished(time.perf_counter() - started)
+
+    def _exchange(self, n_problems: int) -> int:
+        """The status: how much is wrong on all ranks. Collective."""
+        if self.settings.hook is not None and self.settings.hook.failure is not None:
+            self.whole |= Whole.HOOK
+        return self.times.exchange(self.comm, n_problems + int(self.whole))
 
     def _reduce_loose(self, known: Set[int]) -> None:
         loose = sorted(self.plan.loose)
@@ -379,7 +327,7 @@ class Reducer:
         buckets = self.plan.buckets
         if buckets and isinstance(buckets[-1].wire, HookWire):
             buckets[-1].wire.settle()
-        return LooseHook(hook, self.settings.hook_state, self.comm.size, len(buckets), n)
+        return LooseHook(hook, self.comm.size, len(buckets), n)
 
     def _loose_parameters(self) -> list[nn.Parameter]:
         return [self.parameters[i] for i in sorted(self.plan.loose)]

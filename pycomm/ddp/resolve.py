@@ -37,6 +37,7 @@ def resolve(reducer: Reducer) -> bool:
 
     Raises:
         RuntimeError: the same on every rank, naming parameters, ranks and the remedy.
+        Exception: what the communication hook raised on this rank; the others raise RuntimeError.
     """
     comm, problems = reducer.comm, reducer.problems
     mine = torch.zeros(len(reducer.names) + 1, dtype=torch.uint8)
@@ -69,7 +70,10 @@ def resolve(reducer: Reducer) -> bool:
     if message is not None:
         if bool((table[:, :-1] == Problem.LATE).any()):
             reducer.plan.forget()
-        raise RuntimeError(message)
+        told = RuntimeError(message)
+        if (failure := _hook_failure(reducer)) is not None:
+            raise failure from told
+        raise told
     _settle_stand_ins(reducer, table)
     asleep.wake(reducer, table)
     reduce_late(reducer, table)
@@ -78,7 +82,15 @@ def resolve(reducer: Reducer) -> bool:
         _adopt(reducer, structure, table)
     else:
         asleep.put_to_sleep(reducer, table)
+    if (failure := _hook_failure(reducer)) is not None:
+        raise failure  # by a gradient given to the hook in here: the other ranks do not know
     return has_changed
+
+
+def _hook_failure(reducer: Reducer) -> Exception | None:
+    """What the communication hook has raised on this rank."""
+    hook = reducer.settings.hook
+    return None if hook is None else hook.failure
 
 
 def _settle_stand_ins(reducer: Reducer, table: Tensor) -> None:

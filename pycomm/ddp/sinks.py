@@ -11,7 +11,7 @@ the outermost backward that passes through the wrapper. What it finds:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from pycomm.ddp.resolve import agree_on_structure
+from pycomm.ddp.tally import REDUCING
 
 if TYPE_CHECKING:
     from pycomm.ddp.reducer import Reducer
 
-__all__ = ["Forward", "Sinks", "defer", "tensors_in"]
+__all__ = ["Forward", "Sinks", "tensors_in"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Sinks:
                 self._reducer.pending = None
 
     def _sink(self, forward: Forward, _: Tensor) -> None:
-        if self._reducer.tally.mode == 1:  # under way already; it looks at the weights
+        if self._reducer.tally.mode == REDUCING:  # under way already; it looks at the weights
             self._reducer.begin(forward)
             return
         if self._capture is not None:
@@ -88,6 +89,7 @@ class Sinks:
         if reached is True:
             self._reducer.begin(forward)
         elif reached is None and (forward.is_synced or self._reducer.forced):
+            self._reducer.close_broken_backward()
             self._capture = _Capture(self._reducer, forward.weight)
 
     def _what_is_reached(self) -> bool | None:
@@ -179,25 +181,3 @@ class _Capture:
         for gradients in by_dtype.values():
             comm.all_reduce(gradients, op=op)
         self._captured = {}
-
-
-def defer(end: Callable[[], None]) -> bool:
-    """Within another backward (a reentrant checkpoint), ``end`` is put off to that one's end.
-
-    autograd has no list of the backwards under way, but the node that runs this one is still being evaluated
-    when it ends; the nodes after that node belong to the outer backward, and the first to run queues ``end``.
-    """
-    node: Any = torch._C._current_autograd_node()
-    if node is None:
-        return False
-    handles: list[Any] = []
-
-    def queue(*_: Any) -> None:
-        if handles:
-            torch.autograd.Variable._execution_engine.queue_callback(end)
-            for handle in handles:
-                handle.remove()
-            handles.clear()
-
-    handles.extend(following.register_prehook(queue) for following, _ in node.next_functions if following)
-    return bool(handles)

@@ -32,6 +32,7 @@ from pycomm.ddp.mixed_precision import Casts
 from pycomm.ddp.reducer import Reducer
 from pycomm.ddp.sinks import Forward, Sinks
 from pycomm.ddp.sync_batch_norm import has_sync_batch_norm
+from pycomm.ddp.tally import IDLE
 from pycomm.ddp.weights import Weighing
 from pycomm.ddp.wire import Compression
 
@@ -227,7 +228,7 @@ class TorchNames(
 
     def _check_reducer_finalized(self) -> None:
         """Raises when the last backward ended in an exception and the other ranks wait in theirs."""
-        if self._reducer is not None and self._reducer.tally.mode != 0:
+        if self._reducer is not None and (self._reducer.is_broken or self._reducer.tally.mode != IDLE):
             raise RuntimeError(f"{_WHO}: the last backward did not end, so its gradients are not averaged")
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:

@@ -25,6 +25,7 @@ from pycomm.ddp.arguments import (
     synced_buffers,
 )
 from pycomm.ddp.bucket_size import measured_bytes
+from pycomm.ddp.hooks import UsersHook
 from pycomm.ddp.mixed_precision import Casts, cast_buffers
 from pycomm.ddp.not_traced import NotTraced
 from pycomm.ddp.plan import Overlap
@@ -272,7 +273,7 @@ class DistributedDataParallel(TorchNames):
         settings = settings_from(self._given, may_be_unused, as_view, self.bucket_bytes_cap, feedback)
         settings.skips_unused = self.skip_all_reduce_unused_params
         for hook, state in self._comm_hooks:
-            settings.hook, settings.hook_state = hook, state
+            settings.hook = UsersHook(hook, state)
         if self._builtin_compression is not None:
             settings.compression = self._builtin_compression
         # Weakly: a wrapper that is dropped must go at once, and its hooks with it.

@@ -245,3 +245,54 @@ def test_a_rank_that_dies_is_named(overlap, size):
     first, second, *others = run_ranks(size, lose_a_rank, overlap, may_die=[1])
     assert [first, *others] == [True] * (size - 1)
     assert isinstance(second, Died)
+
+
+def break_the_first_of_two(rank, size, overlap, around, culprits):
+    """Two forwards, then their backwards, of which the first ends in an exception on some ranks."""
+    net = seeded(Fragile)
+    ddp = pycomm.DistributedDataParallel(net, communicator=pycomm.init(), bucket_cap_mb=TINY, overlap=overlap)
+    ddp(batch(9, rank), False).backward()  # from now on buckets are launched early
+    net.zero_grad()
+    call = net if around else ddp
+    first, second = call(batch(0, rank), rank in culprits), call(batch(1, rank), False)
+    if rank in culprits:
+        with pytest.raises(ZeroDivisionError):
+            first.backward()
+        with pytest.raises(RuntimeError, match="rank 1: backward ended in an exception"):
+            second.backward()
+    else:
+        with pytest.raises(RuntimeError, match="rank 1: backward ended in an exception"):
+            first.backward()
+    net.zero_grad()
+    call(batch(2, rank), False).backward()
+    return gradients(net)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("culprits", [(1,), (0, 1)])
+def test_the_backward_after_a_broken_one_does_not_take_its_place(overlap, around, culprits):
+    wanted = one_process(seeded(Net), 2, 2)
+    for found in run_ranks(2, break_the_first_of_two, overlap, around, culprits):
+        assert_close(found, wanted)
+
+
+def break_a_local_backward(rank, size):
+    net = seeded(Fragile)
+    ddp = pycomm.DistributedDataParallel(net, communicator=pycomm.init(), bucket_cap_mb=TINY)
+    ddp(batch(9, rank), False).backward()
+    with ddp.no_sync():
+        first = ddp(batch(0, rank), rank == 1)
+    second = ddp(batch(2, rank), False)
+    if rank == 1:
+        with pytest.raises(ZeroDivisionError):
+            first.backward()
+    net.zero_grad()
+    second.backward()
+    return gradients(net)
+
+
+def test_a_broken_backward_within_no_sync_is_no_business_of_other_ranks():
+    wanted = one_process(seeded(Net), 2, 2)
+    for found in run_ranks(2, break_a_local_backward):
+        assert_close(found, wanted)

@@ -185,3 +185,47 @@ def test_builtin_hooks(name, rtol, size):
         for parameter, gradient in exact.items():
             atol = rtol * gradient.abs().max().item()
             torch.testing.assert_close(found[parameter].double(), gradient, rtol=rtol, atol=atol)
+
+
+def raise_once(rank, size, overlap, where):
+    """A hook without any communication: nothing but the wrapper can tell the other ranks."""
+    calls = 0
+
+    def hook(state, bucket):
+        nonlocal calls
+        calls += 1
+        fails = rank == 1 and calls == 2 * len(ddp.buckets) - 1
+        if fails and where == "hook":
+            raise ZeroDivisionError("of the hook")
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future.then(fail) if fails else future
+
+    def fail(future):
+        raise ZeroDivisionError("of the hook")
+
+    net = make()
+    ddp = pycomm.DistributedDataParallel(
+        net, communicator=pycomm.init(), overlap=overlap, bucket_cap_mb=0.0001
+    )
+    ddp.register_comm_hook(None, hook)
+    messages = []
+    for step in range(3):
+        net.zero_grad()
+        try:
+            ddp(data(step, rank)).backward()
+        except (RuntimeError, ZeroDivisionError) as error:  # torch's Futures make RuntimeErrors
+            messages.append((step, f"{error}; {error.__cause__}"))
+    return messages, len(ddp.buckets)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("overlap", ["async", "inline", "end"])
+@pytest.mark.parametrize("where", ["hook", "future"])
+def test_what_a_hook_raises_reaches_all_ranks_in_that_backward(overlap, where):
+    for rank, (messages, n_buckets) in enumerate(run_ranks(2, raise_once, overlap, where)):
+        assert n_buckets > 2
+        ((step, message),) = messages
+        assert step == 1
+        assert "rank 1: its communication hook raised an exception" in message
+        assert ("of the hook" in message) is (rank == 1)
