@@ -6,6 +6,8 @@ import dataclasses
 import json
 import re
 
+from pycomm import _C
+
 __all__ = ["COLLECTIVES", "DTYPES", "OPS", "Options", "format_size", "parse_size"]
 
 COLLECTIVES = (
@@ -36,6 +38,7 @@ DTYPES = (
     "complex128",
 )
 OPS = ("sum", "product", "min", "max", "avg", "band", "bor", "bxor", "premul_sum")
+_REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 PEERS = ("gloo", "mpi")
 BUFFERS = ("ordinary", "arena")
 
@@ -112,6 +115,13 @@ class Options:
         _one_of("collective", self.collective, COLLECTIVES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("op", self.op, OPS)
+        if self.collective in _REDUCING:
+            _one_of(f"op for {self.dtype}", self.op, tuple(_C.kernels.defined_ops(self.dtype).split(", ")))
+        if self.algorithm is not None:
+            known = [str(a.name) for a in _C.schedule.catalog() if a.collective == self.collective]
+            if not known:
+                raise ValueError(f"algorithm {self.algorithm!r}: {self.collective} has none to choose from")
+            _one_of(f"algorithm for {self.collective}", self.algorithm, tuple(known))
         for peer in self.peers:
             _one_of("peer", peer, PEERS)
         for kind in self.buffers:
