@@ -295,7 +295,8 @@ class DistributedDataParallel(TorchNames):
         """
         if self._must_set_up:
             self._connect()
-        if self._reducer is None and not self._join_config.enable:
+        is_alone = self._reducer is None and "buffer_hook" not in self.__dict__
+        if is_alone and not self._join_config.enable:
             return self._call_module(inputs, kwargs)
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         started = time.perf_counter()
