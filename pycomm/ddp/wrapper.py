@@ -112,8 +112,7 @@ class DistributedDataParallel(TorchNames):
         overlap: "async": buckets are reduced by a thread while backward goes on; "inline": in backward's
             thread as soon as they are complete; "end": when backward is over. The last of these that any rank
             has. None: PYCOMM_DDP_OVERLAP, else "async" with two cores a rank, else "end". Same results.
-        check_consistency_every: :meth:`check_consistency` before every so many synchronised forwards;
-            0: never.
+        check_consistency_every: :meth:`check_consistency` before every so many synced forwards; 0: never.
 
     Attributes:
         module: the wrapped module; ``state_dict`` keys begin with ``module.``, as torch's.
