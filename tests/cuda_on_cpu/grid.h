@@ -1,0 +1,35 @@
+// Grids, streams and errors: what lies between a launch and the blocks of block.h.
+//
+// A stream is an OS thread that takes tasks from a queue in order; a grid is a task that runs its blocks on
+// worker threads and ends when all have. So work on different streams overlaps for real, and only events,
+// synchronisation and the order of one stream order it. The null stream is a stream of its own here, which
+// synchronises with no other: stricter than CUDA's.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "block.h"
+#include "cuda_runtime_api.h"
+
+namespace cuda_on_cpu {
+
+constexpr int kMultiprocessors = 4;
+constexpr int kResidentBlocks = 16 * kMultiprocessors;  // a resident launch of more is refused
+
+cudaError_t enqueue_grid(const LaunchShape& shape, bool resident, cudaStream_t stream,
+                         std::shared_ptr<void> kernel, void (*call)(void*));
+
+// Runs the blocks of a grid to their end; called on a stream's thread.
+void run_grid(const LaunchShape& shape, bool resident, Body body);
+
+// Adds a task to a stream. The null stream is the current device's.
+void enqueue(cudaStream_t stream, std::function<void()> task);
+// Waits until every stream of the current device is idle.
+void synchronize_device();
+
+int current_device();
+// Remembers the error for cudaGetLastError and returns it.
+cudaError_t report(cudaError_t error);
+
+}  // namespace cuda_on_cpu

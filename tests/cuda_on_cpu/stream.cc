@@ -1,0 +1,259 @@
+// Streams and events: queues of tasks with an OS thread each. See grid.h.
+//
+// An event holds how often it was recorded and how often a record has been reached; waiting for it means
+// waiting for the record that was the last one when the wait was called. With Settings::seed a stream waits
+// up to 200 microseconds before some of its tasks, so that work that only seems ordered is caught. Handles
+// are kept alive by the tasks that use them, so they may be destroyed at any time, as CUDA's.
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "grid.h"
+
+namespace cuda_on_cpu {
+namespace {
+
+class Stream {
+ public:
+  explicit Stream(int device) : device_(device), thread_([this] { work(); }) {}
+  ~Stream() {
+    {
+      const std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    wake_.notify_one();
+    thread_.join();  // after the tasks that are left
+  }
+  void push(std::function<void()> task) {
+    {
+      const std::lock_guard lock(mutex_);
+      tasks_.push_back(std::move(task));
+    }
+    wake_.notify_one();
+  }
+  void wait() {
+    std::unique_lock lock(mutex_);
+    idle_.wait(lock, [this] { return tasks_.empty() && !busy_; });
+  }
+  bool is_idle() {
+    const std::lock_guard lock(mutex_);
+    return tasks_.empty() && !busy_;
+  }
+  int device() const { return device_; }
+
+ private:
+  void work() {
+    Random random{settings().seed * 747796405u + 2891336453u};
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [this] { return stop_ || !tasks_.empty(); });
+      if (tasks_.empty()) return;
+      auto task = std::move(tasks_.front());
+      tasks_.pop_front();
+      busy_ = true;
+      lock.unlock();
+      if (settings().seed != 0 && random.next() % 4 == 0) {
+        std::this_thread::sleep_for(std::chrono::microseconds(random.next() % 200));
+      }
+      task();
+      task = nullptr;
+      lock.lock();
+      busy_ = false;
+      if (tasks_.empty()) idle_.notify_all();
+    }
+  }
+
+  const int device_;
+  std::mutex mutex_;
+  std::condition_variable wake_, idle_;
+  std::deque<std::function<void()>> tasks_;
+  bool busy_ = false, stop_ = false;
+  std::thread thread_;  // last: it uses the others
+};
+
+struct Event {
+  std::mutex mutex;
+  std::condition_variable reached;
+  uint64_t n_recorded = 0, n_reached = 0;
+  std::chrono::steady_clock::time_point time;
+
+  void wait_for(uint64_t record) {
+    std::unique_lock lock(mutex);
+    reached.wait(lock, [&] { return n_reached >= record; });
+  }
+};
+
+// All streams and events; never freed, since tasks may run until the process ends.
+struct Handles {
+  std::mutex mutex;
+  std::map<void*, std::shared_ptr<Stream>> streams;
+  std::map<int, std::shared_ptr<Stream>> null_streams;
+  std::map<void*, std::shared_ptr<Event>> events;
+};
+Handles& handles() {
+  static Handles* const all = new Handles;
+  return *all;
+}
+
+std::shared_ptr<Stream> find(cudaStream_t stream) {
+  Handles& h = handles();
+  const std::lock_guard lock(h.mutex);
+  if (stream == nullptr) {
+    auto& null_stream = h.null_streams[current_device()];
+    if (!null_stream) null_stream = std::make_shared<Stream>(current_device());
+    return null_stream;
+  }
+  const auto it = h.streams.find(stream);
+  if (it == h.streams.end()) fail("a stream is used that does not exist (never created, or destroyed)");
+  return it->second;
+}
+
+std::shared_ptr<Event> find(cudaEvent_t event) {
+  Handles& h = handles();
+  const std::lock_guard lock(h.mutex);
+  const auto it = h.events.find(event);
+  if (it == h.events.end()) fail("an event is used that does not exist (never created, or destroyed)");
+  return it->second;
+}
+
+}  // namespace
+
+void enqueue(cudaStream_t stream, std::function<void()> task) { find(stream)->push(std::move(task)); }
+
+void synchronize_device() {
+  std::set<std::shared_ptr<Stream>> mine;
+  {
+    Handles& h = handles();
+    const std::lock_guard lock(h.mutex);
+    for (const auto& [key, s] : h.streams) {
+      if (s->device() == current_device()) mine.insert(s);
+    }
+    for (const auto& [device, s] : h.null_streams) {
+      if (device == current_device()) mine.insert(s);
+    }
+  }
+  for (const auto& s : mine) s->wait();
+}
+
+}  // namespace cuda_on_cpu
+
+using namespace cuda_on_cpu;
+
+extern "C" {
+
+cudaError_t cudaDeviceSynchronize(void) {
+  synchronize_device();
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int flags, int) {
+  if (flags > cudaStreamNonBlocking) return report(cudaErrorInvalidValue);
+  auto made = std::make_shared<Stream>(current_device());
+  Handles& h = handles();
+  const std::lock_guard lock(h.mutex);
+  *stream = reinterpret_cast<cudaStream_t>(made.get());
+  h.streams[made.get()] = std::move(made);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int flags) {
+  return cudaStreamCreateWithPriority(stream, flags, 0);
+}
+cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  const auto last = find(stream);  // joined here, outside of the lock
+  Handles& h = handles();
+  const std::lock_guard lock(h.mutex);
+  h.streams.erase(stream);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  find(stream)->wait();
+  return cudaSuccess;
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  return find(stream)->is_idle() ? cudaSuccess : cudaErrorNotReady;
+}
+
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t fn, void* user_data) {
+  enqueue(stream, [=] { fn(user_data); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
+  auto made = std::make_shared<Event>();
+  Handles& h = handles();
+  const std::lock_guard lock(h.mutex);
+  *event = reinterpret_cast<cudaEvent_t>(made.get());
+  h.events[made.get()] = std::move(made);
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  (void)find(event);
+  Handles& h = handles();
+  const std::lock_guard lock(h.mutex);
+  h.events.erase(event);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  const auto e = find(event);
+  uint64_t record;
+  {
+    const std::lock_guard lock(e->mutex);
+    record = ++e->n_recorded;
+  }
+  enqueue(stream, [e, record] {
+    const std::lock_guard lock(e->mutex);
+    e->n_reached = std::max(e->n_reached, record);
+    e->time = std::chrono::steady_clock::now();
+    e->reached.notify_all();
+  });
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
+  const auto e = find(event);
+  uint64_t record;
+  {
+    const std::lock_guard lock(e->mutex);
+    record = e->n_recorded;
+  }
+  enqueue(stream, [e, record] { e->wait_for(record); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  const auto e = find(event);
+  uint64_t record;
+  {
+    const std::lock_guard lock(e->mutex);
+    record = e->n_recorded;
+  }
+  e->wait_for(record);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  const auto e = find(event);
+  const std::lock_guard lock(e->mutex);
+  return e->n_reached >= e->n_recorded ? cudaSuccess : cudaErrorNotReady;
+}
+
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
+  const auto a = find(from), b = find(to);
+  const std::scoped_lock lock(a->mutex, b->mutex);
+  if (a->n_recorded == 0 || b->n_recorded == 0) return report(cudaErrorInvalidResourceHandle);
+  if (a->n_reached < a->n_recorded || b->n_reached < b->n_recorded) return report(cudaErrorNotReady);
+  *ms = std::chrono::duration<float, std::milli>(b->time - a->time).count();
+  return cudaSuccess;
+}
+
+}  // extern "C"
