@@ -12,12 +12,13 @@ PYTHON ?= python3
 VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-CXX_FILES = git ls-files 'csrc/*.h' 'csrc/*.cc' 'tests/cpp/*.h' 'tests/cpp/*.cc' 'bench/cpp/*.cc' 'bench/cpp/*.h'
+CXX_FILES = git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' 'tests/cpp/*.cc' \
+  'tests/cuda_on_cpu/*.h' 'tests/cuda_on_cpu/*.cc' 'bench/cpp/*.cc' 'bench/cpp/*.h'
 REQUIRED := $(if $(filter true,$(CI)),-DPYCOMM_TESTS=ON -DPYCOMM_BENCH=ON)
 # ThreadSanitizer wants its addresses where it expects them; where setarch is not allowed it may do without.
 FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: demo test build venv test-cpp test-python test-torch lint format types layers tsan asan bench clean
+.PHONY: demo test build venv test-cpp test-python lint format types layers tsan asan cuda emulated bench clean
 .DEFAULT_GOAL := test
 
 test: test-cpp test-python
@@ -59,10 +60,6 @@ test-python: build
 	@grep -q 'PYCOMM_HAS_TESTS:INTERNAL=ON' build/dev/CMakeCache.txt || \
 	  echo "*** The Python tests passed; THE C++ TESTS DID NOT RUN (no GoogleTest, see above)."
 
-# torch's own tests of torch.distributed, on gloo and on pycomm (about an hour of two cores); writes the table.
-test-torch: build
-	$(BIN)/python tests/python/torch_backend_table.py --write docs/torch-compatibility.md
-
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -86,6 +83,19 @@ tsan asan: $(READY)
 	@$(call configure,$@)
 	@$(BIN)/cmake --build --preset $@
 	$(if $(filter tsan,$@),$(FIXED_ADDRESSES)) $(BIN)/ctest --preset $@
+
+# The CUDA kernels: by nvcc for all architectures, with the assertions on the machine code (no GPU needed); and
+# executed on the CPU, optimised (tsan and asan execute them as well).
+cuda: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check nvidia-cuda-cuobjdump
+	@$(call configure,cuda)
+	@$(BIN)/cmake --build --preset cuda
+	$(BIN)/python tools/check_sass.py build/cuda/libpycomm_cuda.a
+
+emulated: $(READY)
+	@$(call configure,emulated)
+	@$(BIN)/cmake --build --preset emulated
+	$(BIN)/ctest --preset emulated
 
 bench: build
 	@for program in build/dev/bench/cpp/*_bench; do [ ! -x $$program ] || $$program || exit 1; done

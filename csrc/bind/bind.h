@@ -12,6 +12,7 @@ void bind_kernels(pybind11::module_& m);
 void bind_engine(pybind11::module_& m);
 void bind_bucket(pybind11::module_& m);
 void bind_probe(pybind11::module_& m);
+void bind_cuda(pybind11::module_& m);
 
 // Sets the Python exception for a failed status (classes live in pycomm/errors.py).
 void set_python_error(const Status& status);

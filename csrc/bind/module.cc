@@ -11,6 +11,7 @@ PYBIND11_MODULE(_C, m) {
     pycomm::bind_bucket(m);
     pycomm::bind_engine(m);
     pycomm::bind_probe(m);
+    pycomm::bind_cuda(m);
   } catch (const pybind11::error_already_set& e) {
     throw pybind11::import_error(e.what());  // else the last line that a user sees is "initialization failed"
   }

@@ -5,6 +5,7 @@ from typing import Any, final
 from typing_extensions import Self, disjoint_base
 
 from pycomm._C import bucket as bucket
+from pycomm._C import cuda as cuda
 from pycomm._C import kernels as kernels
 from pycomm._C import schedule as schedule
 

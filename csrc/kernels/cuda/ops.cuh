@@ -1,0 +1,205 @@
+// The operations, on one lane: prepare() every source, combine() at every node of T (left operand first),
+// finish() the root. As kernels/reduce_ops.h; the same operations on the same operands, so the same bits.
+//
+// Sum serves sum, avg and premul_sum: a factor before (1 changes no number) and a division after. Signed sums
+// and products are done on unsigned lanes, where overflow wraps.
+#pragma once
+
+#include "base/dtype.h"
+#include "kernels/cuda/formats.cuh"
+
+namespace pycomm::cuda {
+
+enum class Finish : int { kNone, kMultiply, kDivide };
+
+template <class A>
+struct Param {
+  A before;
+  A after;
+  Finish finish;
+};
+struct NoParam {};
+
+PYCOMM_DEVICE uint32_t to_bits(float v) { return __float_as_uint(v); }
+PYCOMM_DEVICE uint64_t to_bits(double v) {
+  uint64_t bits;
+  memcpy(&bits, &v, sizeof v);
+  return bits;
+}
+PYCOMM_DEVICE float from_bits(uint32_t bits) { return __uint_as_float(bits); }
+PYCOMM_DEVICE double from_bits(uint64_t bits) {
+  double v;
+  memcpy(&v, &bits, sizeof v);
+  return v;
+}
+
+template <class F>
+struct Op {
+  using Format = F;
+  using A = typename F::Acc;
+  using P = NoParam;
+  static PYCOMM_DEVICE A prepare(A v, P) { return v; }
+  static PYCOMM_DEVICE A finish(A v, P) { return v; }
+};
+
+template <class F>
+struct ScaledSum {
+  using Format = F;
+  using A = typename F::Acc;
+  using P = Param<A>;
+  static PYCOMM_DEVICE A prepare(A v, const P& p) { return v * p.before; }
+  static PYCOMM_DEVICE A combine(A a, A b) { return a + b; }
+  static PYCOMM_DEVICE A finish(A v, const P& p) {
+    if (p.finish == Finish::kMultiply) return v * p.after;
+    if (p.finish == Finish::kDivide) return v / p.after;
+    return v;
+  }
+};
+
+template <class F>
+struct Sum : Op<F> {  // of integers
+  using A = typename F::Acc;
+  static PYCOMM_DEVICE A combine(A a, A b) { return a + b; }
+};
+
+template <class F>
+struct Product : Op<F> {
+  using A = typename F::Acc;
+  static PYCOMM_DEVICE A combine(A a, A b) { return a * b; }
+};
+
+// re = a.re b.re - a.im b.im, im = a.re b.im + a.im b.re, each product and sum rounded.
+template <class T>
+struct ComplexProduct : Op<ComplexFormat<T>> {
+  using A = Complex<T>;
+  static PYCOMM_DEVICE A combine(const A& a, const A& b) {
+    return {a.re * b.re - a.im * b.im, a.im * b.re + a.re * b.im};
+  }
+};
+
+template <class A>
+constexpr bool kIsFloat = false;
+template <>
+inline constexpr bool kIsFloat<float> = true;
+template <>
+inline constexpr bool kIsFloat<double> = true;
+
+// NaN wins, and -0 is below +0: equal operands differ at most in the sign, so or-ing the bits picks -0.
+template <class F>
+struct Min : Op<F> {
+  using A = typename F::Acc;
+  static PYCOMM_DEVICE A combine(A a, A b) {
+    if constexpr (kIsFloat<A>) {
+      const A rest = a == b ? from_bits(to_bits(a) | to_bits(b)) : b;
+      return a < b || a != a ? a : rest;
+    } else {
+      return a < b ? a : b;
+    }
+  }
+};
+
+template <class F>
+struct Max : Op<F> {
+  using A = typename F::Acc;
+  static PYCOMM_DEVICE A combine(A a, A b) {
+    if constexpr (kIsFloat<A>) {
+      const A rest = a == b ? from_bits(to_bits(a) & to_bits(b)) : b;
+      return a > b || a != a ? a : rest;
+    } else {
+      return a > b ? a : b;
+    }
+  }
+};
+
+template <class F>
+struct And : Op<F> {
+  using A = typename F::Acc;
+  static PYCOMM_DEVICE A combine(A a, A b) { return a & b; }
+};
+
+template <class F>
+struct Or : Op<F> {
+  using A = typename F::Acc;
+  static PYCOMM_DEVICE A combine(A a, A b) { return a | b; }
+};
+
+template <class F>
+struct Xor : Op<F> {
+  using A = typename F::Acc;
+  static PYCOMM_DEVICE A combine(A a, A b) { return a ^ b; }
+};
+
+// On the host. scalar is what avg divides by, or what premul_sum multiplies with.
+template <class A>
+Param<A> make_param(ReduceOp op, double scalar) {
+  Param<A> p{A{1}, A{1}, Finish::kNone};
+  if (op == ReduceOp::kPremulSum) p.before = static_cast<A>(scalar);
+  if (op != ReduceOp::kAvg) return p;
+  // x / 2^k and x * 2^-k are the same number rounded once, as long as 2^-k is a normal number.
+  uint64_t bits;
+  std::memcpy(&bits, &scalar, sizeof bits);
+  const uint64_t exponent = (bits >> 52) & 0x7ff;
+  const bool has_exact_inverse = (bits << 12) == 0 && exponent > 1023 - 126 && exponent < 1023 + 126;
+  p.after = static_cast<A>(has_exact_inverse ? 1.0 / scalar : scalar);
+  p.finish = has_exact_inverse ? Finish::kMultiply : Finish::kDivide;
+  return p;
+}
+
+// ---- lanes of one Op
+
+template <class O>
+using LanesOf = Lanes<typename O::Format>;
+
+template <class O>
+PYCOMM_DEVICE LanesOf<O> combine_lanes(const LanesOf<O>& a, const LanesOf<O>& b) {
+  LanesOf<O> out;
+  PYCOMM_UNROLL
+  for (int i = 0; i < kLanes<typename O::Format>; ++i) out.v[i] = O::combine(a.v[i], b.v[i]);
+  return out;
+}
+
+constexpr PYCOMM_DEVICE int floor_pow2(int n) {
+  int p = 1;
+  while (p * 2 <= n) p *= 2;
+  return p;
+}
+
+// T over v[0..N), unrolled: the left part has min(p, N - p/2) sources, p the largest power of two <= N.
+template <int N, class V, class Combine>
+PYCOMM_DEVICE V tree(const V* v, const Combine& combine) {
+  if constexpr (N == 1) {
+    return v[0];
+  } else {
+    constexpr int p = floor_pow2(N);
+    constexpr int m = p < N - p / 2 ? p : N - p / 2;
+    return combine(tree<m>(v, combine), tree<N - m>(v + m, combine));
+  }
+}
+
+// T over n values that load(k) gives, n <= 2^(kLevels + 1) - 1: a stack that works like a binary counter over
+// the leaves, of which the first n - p are pairs. Levels are unrolled, so the stack stays in registers.
+template <int kLevels, class V, class Load, class Combine>
+PYCOMM_DEVICE V tree_of(int n, const Load& load, const Combine& combine) {
+  const int p = floor_pow2(n);
+  V stack[kLevels]{};
+  V v{};
+  int next = 0;
+  for (int leaf = 0; leaf < p; ++leaf) {
+    v = load(next++);
+    if (leaf < n - p) v = combine(v, load(next++));
+    bool carry = true;
+    PYCOMM_UNROLL
+    for (int level = 0; level < kLevels; ++level) {
+      if (!carry) continue;
+      if (leaf >> level & 1) {
+        v = combine(stack[level], v);
+      } else {
+        stack[level] = v;
+        carry = false;
+      }
+    }
+  }
+  return v;
+}
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,16 @@
+// The headers and the few words that all device code starts from; platform.cuh is what it includes.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#define PYCOMM_DEVICE __device__ __forceinline__
+#if defined(PYCOMM_CUDA_EMULATED)
+#define PYCOMM_UNROLL  // on the CPU only the time to compile would grow
+#else
+#define PYCOMM_UNROLL _Pragma("unroll")
+#endif

@@ -1,0 +1,78 @@
+# Faults planted in copies of the kernels, to prove that the tests would see them.
+#
+# pycomm_mutant(NAME FILE FROM TO UNIT FILTER) copies FILE of csrc/kernels/cuda with the text FROM, which must
+# occur exactly once, replaced by TO; compiles UNIT (a .cu, FILE itself or one that includes it) with the copy;
+# links it with the tests in place of the original; and adds a test that passes when the tests of FILTER fail
+# under some seed. The shipped sources know nothing of it; a FROM that is gone stops the configuration.
+set(mutant_runner ${CMAKE_CURRENT_BINARY_DIR}/run_mutant.sh)
+file(WRITE ${mutant_runner} [=[
+# run_mutant.sh PROGRAM FILTER: exit 0 when the program fails under some seed.
+for seed in 0 1 2; do
+  CUDA_ON_CPU_SEED=$seed "$1" --gtest_brief=1 --gtest_filter="$2" && continue
+  echo "the fault was caught under seed $seed"
+  exit 0
+done
+echo "no test of $2 failed: the fault was not seen"
+exit 1
+]=])
+
+function(pycomm_mutant name file from to unit filter)
+  set(source ${PROJECT_SOURCE_DIR}/csrc/kernels/cuda)
+  set(folder ${CMAKE_CURRENT_BINARY_DIR}/mutants/${name})
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${source}/${file})
+  file(READ ${source}/${file} text)
+  string(REPLACE ";" "<semicolon>" text "${text}")
+  string(REPLACE ";" "<semicolon>" from "${from}")
+  string(REPLACE ";" "<semicolon>" to "${to}")
+  string(FIND "${text}" "${from}" first)
+  string(FIND "${text}" "${from}" last REVERSE)
+  if(first EQUAL -1 OR NOT first EQUAL last)
+    message(FATAL_ERROR "mutant ${name}: its text must occur once in ${file}; bring mutants.cmake up to date")
+  endif()
+  string(REPLACE "${from}" "${to}" text "${text}")
+  string(REPLACE "<semicolon>" ";" text "${text}")
+  file(CONFIGURE OUTPUT ${folder}/kernels/cuda/${file} CONTENT "${text}" @ONLY)
+  if(NOT unit STREQUAL file)
+    configure_file(${source}/${unit} ${folder}/kernels/cuda/${unit} COPYONLY)
+  endif()
+  set_source_files_properties(${folder}/kernels/cuda/${unit} PROPERTIES LANGUAGE CXX)
+  add_executable(mutant_${name} ${folder}/kernels/cuda/${unit})
+  target_include_directories(mutant_${name} BEFORE PRIVATE ${folder})
+  target_compile_options(mutant_${name} PRIVATE -w -O1)
+  target_link_options(mutant_${name} PRIVATE -s)  # else a sanitizer's debugging information makes each 100 MB
+  target_link_libraries(mutant_${name} PRIVATE cuda_test_objects pycomm_cuda)
+  add_test(NAME mutant.${name} COMMAND sh ${mutant_runner} $<TARGET_FILE:mutant_${name}> ${filter})
+  set_tests_properties(mutant.${name} PROPERTIES TIMEOUT 120 LABELS cuda)
+  set_property(GLOBAL APPEND PROPERTY PYCOMM_MUTANTS mutant_${name})
+endfunction()
+
+# Under ThreadSanitizer the first run alone shows a missing barrier, as a race.
+pycomm_mutant(barrier_before_reading norm.cu
+  "  __syncthreads();\n  Partial all{0, 0};" "  Partial all{0, 0};" norm.cu "Cuda/Norm.Exact*")
+pycomm_mutant(barrier_after_reading norm.cu
+  "  __syncthreads();\n  return all;" "  return all;" norm.cu "Cuda/Norm.Is*")
+if(NOT PYCOMM_SANITIZE STREQUAL "thread")
+pycomm_mutant(segment_of_a_chunk chunks.cuh
+  "segments.end[middle] > chunk" "segments.end[middle] >= chunk" norm.cu "Cuda/Norm.Is*")
+pycomm_mutant(whole_warp blocks.cu
+  "int bits = kBlockLanes / 2" "int bits = kBlockLanes / 4" blocks.cu "Cuda/Blocks.Every*")
+pycomm_mutant(tail_overrun blocks.cu
+  "store_lane<F>(codes + at, n - at, scaled)" "store_lane<F>(codes + at, kLaneElems, scaled)" blocks.cu
+  "Cuda/Blocks.Every*")
+pycomm_mutant(feedback_of_a_block_that_is_not_finite blocks.cu
+  "not_finite ? 0.0f : lost" "lost" blocks.cu "Cuda/Blocks.Every*")
+pycomm_mutant(tail_missing cast.cu
+  "i < chunk.n_elems - n_in_steps;" "i < head;" cast.cu "Cuda/Cast.Lengths*")
+pycomm_mutant(alignment_of_one_side cast.cu
+  "reinterpret_cast<uintptr_t>(src + i) % kPackBytes == 0" "true" cast.cu "Cuda/Cast.Lengths*")
+endif()
+if(PYCOMM_SANITIZE STREQUAL "")
+  # The largest unit, so not under sanitizers as well.
+  pycomm_mutant(a_source_is_left_out reduce.cu
+    "launch_one<O, 5>, launch_one<O, 6>" "launch_one<O, 4>, launch_one<O, 6>" reduce.cu "Cuda/Reduce.Counts*")
+  pycomm_mutant(order_of_the_tree ops.cuh
+    "if (leaf < n - p)" "if (leaf >= 2 * p - n)" reduce.cu "Cuda/Reduce.Counts*float*sum")
+endif()
+
+get_property(mutants GLOBAL PROPERTY PYCOMM_MUTANTS)
+add_custom_target(cuda_mutants DEPENDS ${mutants})
