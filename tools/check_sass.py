@@ -1,0 +1,171 @@
+"""Fails when the machine code of the CUDA kernels is not what their sources promise; no GPU is needed.
+
+For every kernel and architecture in FILE (an object or a library; build/*/libpycomm_cuda.a has all), from NVIDIA's cuobjdump:
+
+- no spills: no local memory and no stack (STACK and LOCAL of the resource usage are 0)
+- registers at most what __launch_bounds__ leaves for the blocks that it names
+- 128-bit loads and stores of global memory in every kernel that streams tensors
+- no fused multiply-add of numbers: the sources round twice (docs/numerics.md). Fused operations inside of a
+  division or a conversion are the compiler's own recipes, so only kernels without a division are looked at
+
+Run: python tools/check_sass.py FILE. Prints a line per fault and exits with 1; with 2 when FILE holds no
+kernel or cuobjdump is missing (`pip install nvidia-cuda-cuobjdump`, or CUDA_HOME).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+MAX_BYTES = 10 << 20
+"""Of the whole FILE."""
+
+MAX_REGISTERS = {"reduce_kernel": 255, "cast_kernel": 64, "copy_kernel": 64}
+"""65,536 registers a multiprocessor, 256 threads a block: 64 leave room for 4 blocks."""
+MAX_REGISTERS_ELSE = 128
+
+STREAMS = (
+    "reduce_kernel",
+    "cast_kernel",
+    "copy_kernel",
+    "norm_kernel",
+    "block_maxima_kernel",
+    "quantize_kernel",
+    "combine_kernel",
+    "dequantize_kernel",
+)
+READS_ONLY = ("norm_kernel", "block_maxima_kernel")
+WIDE_LOAD = re.compile(r"\bLDG?\.E\.(?:\w+\.)*128\b")
+WIDE_STORE = re.compile(r"\bSTG?\.E\.(?:\w+\.)*128\b")
+FUSED = re.compile(r"\b[FD]FMA\b")
+DIVIDES = re.compile(r"ScaledSum|BlockInt8|combine_kernel")
+"""Kernels whose average or scale is a division, which is a recipe with fused steps."""
+
+USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+ARCH = re.compile(r"^arch = (sm_\d+)")
+
+
+@dataclass
+class Kernel:
+    """What cuobjdump says of one kernel for one architecture."""
+
+    arch: str
+    name: str
+    registers: int = -1
+    stack: int = -1
+    local: int = -1
+    code: list[str] = field(default_factory=list)
+
+
+def cuobjdump() -> str:
+    """The tool's path, from CUDA_HOME, PATH, or the wheel nvidia-cuda-cuobjdump of this Python."""
+    places = [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    places += Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin")
+    if path := shutil.which(
+        "cuobjdump", path=os.pathsep.join(map(str, [*places, os.environ.get("PATH", "")]))
+    ):
+        return path
+    print(
+        "check_sass: cuobjdump was not found: pip install nvidia-cuda-cuobjdump, or set CUDA_HOME",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)
+
+
+def dump(tool: str, option: str, file: Path) -> Iterator[str]:
+    done = subprocess.run([tool, option, str(file)], capture_output=True, text=True)
+    if done.returncode:
+        print(f"check_sass: cuobjdump {option} {file}: {done.stderr.strip()}", file=sys.stderr)
+        raise SystemExit(2)
+    yield from done.stdout.splitlines()
+
+
+def read_kernels(file: Path) -> dict[tuple[str, str], Kernel]:
+    """All kernels in the file, by architecture and mangled name."""
+    tool = cuobjdump()
+    kernels: dict[tuple[str, str], Kernel] = {}
+    arch, current = "", None
+    for line in dump(tool, "--dump-resource-usage", file):
+        if match := ARCH.match(line):
+            arch = match[1]
+        elif match := re.match(r"\s*Function\s+(\S+?):$", line):
+            current = kernels.setdefault((arch, match[1]), Kernel(arch, match[1]))
+        elif current and (match := USAGE.search(line)):
+            current.registers, current.stack, current.local = int(match[1]), int(match[2]), int(match[4])
+            current = None
+    current = None
+    for line in dump(tool, "--dump-sass", file):
+        if match := ARCH.match(line):
+            arch, current = match[1], None
+        elif match := re.match(r"\s*Function\s*:\s*(\S+)$", line):
+            current = kernels.setdefault((arch, match[1]), Kernel(arch, match[1]))
+        elif current:
+            current.code.append(line)
+    return kernels
+
+
+def faults(kernel: Kernel) -> Iterator[str]:
+    """What is wrong with one kernel, in words."""
+    kind = next((k for k in STREAMS if re.search(rf"\d{k}", kernel.name)), "")
+    code = "\n".join(kernel.code)
+    if kernel.registers < 0 or not kernel.code:
+        yield "cuobjdump shows no resources or no code"
+        return
+    if kernel.stack or kernel.local:
+        yield f"spills: {kernel.stack} bytes of stack, {kernel.local} of local memory"
+    if kernel.registers > (limit := MAX_REGISTERS.get(kind, MAX_REGISTERS_ELSE)):
+        yield f"{kernel.registers} registers, at most {limit} are allowed"
+    if kind and not WIDE_LOAD.search(code):
+        yield "no 128-bit load"
+    if kind and kind not in READS_ONLY and not WIDE_STORE.search(code):
+        yield "no 128-bit store"
+    if FUSED.search(code) and not DIVIDES.search(kernel.name):
+        yield "a fused multiply-add"
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print("usage: check_sass.py FILE", file=sys.stderr)
+        return 2
+    file = Path(sys.argv[1])
+    kernels = read_kernels(file)
+    if not kernels:
+        print(f"check_sass: {file} holds no CUDA kernel (was it built with PYCOMM_CUDA=on?)", file=sys.stderr)
+        return 2
+    wrong = 0
+    found = {
+        arch: [k for k in kernels.values() if k.arch == arch]
+        for arch in sorted({k.arch for k in kernels.values()})
+    }
+    for arch in ARCHITECTURES:
+        if arch not in found:
+            print(f"{arch}: no kernel for it; there are: {', '.join(found)}")
+            wrong += 1
+    for kernel in kernels.values():
+        for fault in faults(kernel):
+            print(f"{kernel.arch} {kernel.name}: {fault}")
+            wrong += 1
+    if (size := file.stat().st_size) > MAX_BYTES:
+        print(f"{file}: {size / 2**20:.1f} MiB, at most {MAX_BYTES / 2**20:.0f} are allowed")
+        wrong += 1
+    for arch, of_arch in found.items():
+        most = max(of_arch, key=lambda k: k.registers)
+        print(f"{arch}: {len(of_arch)} kernels, at most {most.registers} registers")
+    print(
+        f"{file.name}: {size / 2**20:.1f} MiB; {wrong} faults"
+        if wrong
+        else f"{file.name}: {size / 2**20:.1f} MiB, all as promised"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
