@@ -92,12 +92,16 @@ class Work:
     def get_future(self) -> torch.futures.Future[Any]:
         """A torch Future of :meth:`result`, completed by a thread of Python when the call ends."""
         future: torch.futures.Future[Any] = torch.futures.Future()
-        _completer.add(self, future)
+        complete(self, future)
         return future
 
 
 class _Completer:
-    """One daemon thread that completes the Futures of works, in the order in which the works end."""
+    """One daemon thread that completes the Futures of works, in the order in which the works end.
+
+    A callback of a Future runs on that thread, and may make a call and wait for its Future in turn: that one
+    is completed by the next completer, or nobody would be left to do it.
+    """
 
     def __init__(self) -> None:
         self._done: _C.Completions | None = None
@@ -105,6 +109,15 @@ class _Completer:
         self._next = itertools.count()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._after: _Completer | None = None
+
+    def beyond(self, thread: threading.Thread) -> _Completer | None:
+        """The completer after the one whose thread this is; None when it is nobody's."""
+        if self._thread is thread:
+            if self._after is None:
+                self._after = _Completer()
+            return self._after
+        return None if self._after is None else self._after.beyond(thread)
 
     def add(self, work: Work, future: torch.futures.Future[Any]) -> None:
         with self._lock:
@@ -121,6 +134,8 @@ class _Completer:
 
     def stop(self) -> None:
         """Ends the thread after what has ended; called before the interpreter's end."""
+        if self._after is not None:
+            self._after.stop()
         with self._lock:
             if self._done is None or self._thread is None:
                 return
@@ -141,6 +156,11 @@ class _Completer:
 
 
 _completer = _Completer()
+
+
+def complete(work: Work, future: torch.futures.Future[Any]) -> None:
+    """Has ``future`` completed by a thread of Python when ``work`` ends."""
+    (_completer.beyond(threading.current_thread()) or _completer).add(work, future)
 
 
 class Keeper:

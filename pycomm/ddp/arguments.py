@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Torchs
@@ -145,6 +146,7 @@ def described(given: Arguments, **more: Any) -> str:
         "compression": given.compression,
         "error_feedback": given.error_feedback,
         "mixed_precision": given.mixed_precision,
+        "check_consistency_every": given.check_every,
     }
     return "arguments " + ", ".join(f"{name}={value}" for name, value in fields.items())
 
@@ -176,6 +178,17 @@ def _torch_deprecates_it() -> bool:
 def chosen_overlap(overlap: str | None, n_local_ranks: int) -> str:
     """The argument, the environment, or what suits the machine's cores."""
     return overlap or os.environ.get(OVERLAP_VARIABLE) or _default_overlap(n_local_ranks)
+
+
+def agreed_overlap(comm: Communicator, overlap: str) -> str:
+    """The least eager of what the ranks chose: cores, and the environment, may differ. Collective.
+
+    Ranks that differ would have other buckets, and other collectives for the same bucket.
+    """
+    by_eagerness = get_args(Overlap)
+    mine = torch.tensor([by_eagerness.index(overlap)], dtype=torch.int64)
+    comm.all_reduce(mine, op="max")
+    return str(by_eagerness[int(mine)])
 
 
 def _default_overlap(n_local_ranks: int) -> Overlap:

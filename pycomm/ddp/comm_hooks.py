@@ -24,6 +24,7 @@ class CommHooks:
     _builtin_compression: Compression | None
     _builtin_hook: Any
     _last_error: str | None
+    _given: Any
 
     def _set_up(self) -> None:
         raise NotImplementedError  # in pycomm/ddp/wrapper.py
@@ -37,7 +38,8 @@ class CommHooks:
                 tensor of the bucket's size, the new gradients.
 
         Raises:
-            RuntimeError: there is a hook, or built-in one, already.
+            RuntimeError: there is a hook, or built-in one, already; or the wrapper has a ``compression`` or
+                ``error_feedback``, which a hook would take the place of.
             TypeError: ``hook`` is not callable.
             ValueError: its annotations say something else.
 
@@ -53,6 +55,7 @@ class CommHooks:
         """
         self._check_comm_hook(hook)
         self._refuse_second_hook()
+        self._refuse_beside_compression()
         self._comm_hooks.append((hook, state))
         self._set_up()
 
@@ -65,6 +68,14 @@ class CommHooks:
         if self._comm_hooks or self._builtin_hook is not None:
             raise RuntimeError(
                 f"{_WHO}: register_comm_hook or register_builtin_comm_hook can only be called once."
+            )
+
+    def _refuse_beside_compression(self) -> None:
+        if self._given.compression is not None or self._given.error_feedback:
+            raise RuntimeError(
+                f"{_WHO}: with compression={self._given.compression!r} and error_feedback="
+                f"{self._given.error_feedback} the wrapper decides how buckets travel, and no hook would be "
+                "asked; wrap without them to register one"
             )
 
     def _check_comm_hook(self, hook: Any) -> None:
@@ -89,6 +100,7 @@ class CommHooks:
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """ALLREDUCE: what is done anyway. FP16_COMPRESS: ``compression="fp16"``."""
         self._refuse_second_hook()
+        self._refuse_beside_compression()
         name = str(comm_hook_type).rpartition(".")[2]
         if name not in ("ALLREDUCE", "FP16_COMPRESS"):
             raise ValueError(f"{_WHO}: unknown built-in hook {comm_hook_type}")

@@ -33,6 +33,8 @@ class ErrorFeedback:
 
         Each lies in its parameter's memory order; those that are not known yet are zeros.
         """
+        # An entry is a view of the vector of its bucket, and would keep all of that.
+        self._of = {key: entry for key, entry in self._of.items() if entry[0]() is not None}
         flat = torch.zeros(sum(p.numel() for p in parameters))
         for parameter, view in zip(parameters, views_of(flat, parameters, in_memory_order=True), strict=True):
             before = self._residual_of(parameter)
@@ -73,6 +75,8 @@ class ErrorFeedback:
         for name, parameter in named.items():
             mine = self._residual_of(parameter)
             if mine is None:
+                if not parameter.requires_grad and name not in state:
+                    continue  # frozen: it has none, unless it is thawed
                 mine = torch.zeros(parameter.shape)
                 self._of[id(parameter)] = (weakref.ref(parameter), mine)
             if name in state:
@@ -93,6 +97,7 @@ class Feedback:
         raise NotImplementedError  # in pycomm/ddp/wrapper.py
 
     def _take_up_feedback(self) -> ErrorFeedback | None:
+        """What keeps the residuals; also before the first forward after unpickling."""
         if self._given.error_feedback and self._feedback is None:
             self._feedback = ErrorFeedback()
             self._feedback.load_state_dict(self._residuals, self._look().named)
@@ -116,7 +121,8 @@ class Feedback:
             >>> saved = model.error_feedback_state_dict()
             >>> model.load_error_feedback_state_dict(saved)
         """
-        return {} if self._feedback is None else self._feedback.state_dict(self._look().named)
+        feedback = self._take_up_feedback()
+        return {} if feedback is None else feedback.state_dict(self._look().named)
 
     def load_error_feedback_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes what :meth:`error_feedback_state_dict` gave on this rank.
@@ -131,9 +137,10 @@ class Feedback:
 
         Example: see :meth:`error_feedback_state_dict`.
         """
-        if self._feedback is None:
+        feedback = self._take_up_feedback()
+        if feedback is None:
             raise RuntimeError(
                 "DistributedDataParallel.load_error_feedback_state_dict: the wrapper keeps no residuals; "
                 "give it error_feedback=True"
             )
-        self._feedback.load_state_dict(state, self._look().named)
+        feedback.load_state_dict(state, self._look().named)

@@ -60,4 +60,6 @@ def reduce_late(reducer: Reducer, table: Tensor) -> None:
             gradient = torch.zeros_like(reducer.parameters[index])
         elif problem is Problem.LATE and index in reducer.stand_ins:
             gradient.add_(reducer.stand_ins[index])  # nothing had come when the bucket was launched
+        if weight == 0:
+            gradient.zero_()
         reducer.comm.all_reduce(gradient.detach(), op="avg" if weight is None else ("premul_sum", weight))

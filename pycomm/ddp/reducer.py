@@ -158,13 +158,13 @@ class Reducer:
             return
         broke = partial(self._broke, self._n_resets)
         if is_synced:
+            queue_end(self._end, broke)  # raises outside of a backward
             self.tally.mode = REDUCING
             self.weight = forward.weight
             self.times.backward_began()
-            queue_end(self._end, broke)
         elif self.tally.mode == IDLE:
-            self.tally.mode = LOCAL
             queue_end(self._end_local, broke)
+            self.tally.mode = LOCAL
 
     def _end_local(self) -> None:
         if self.tally.mode == LOCAL:
@@ -260,6 +260,8 @@ class Reducer:
         self._n_launched += 1
         with torch.no_grad():  # create_graph=True records in hooks
             gradients = contributions(self, bucket, known)
+            if self.weight == 0:  # not times 0: what it has of no input may be NaN
+                torch._foreach_zero_(gradients)
             bucket.wire.start(gradients, self.weight, self.settings.overlap == "async")
 
     @torch.no_grad()

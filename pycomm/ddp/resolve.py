@@ -131,6 +131,8 @@ def _loosen(reducer: Reducer, table: Tensor) -> None:
 
 def _average(reducer: Reducer, gradients: list[Tensor]) -> None:
     weight = reducer.weight
+    if weight == 0:
+        torch._foreach_zero_(gradients)
     reducer.comm.all_reduce(gradients, op="avg" if weight is None else ("premul_sum", weight))
 
 

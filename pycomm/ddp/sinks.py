@@ -176,6 +176,8 @@ class _Capture:
         for index in is_asked.nonzero().flatten().tolist():
             gradient = self._captured.get(index)
             mine = torch.zeros_like(parameters[index]) if gradient is None else gradient.detach()
+            if self._weight == 0:
+                mine.zero_()
             by_dtype.setdefault(mine.dtype, []).append(mine)
         op: Any = "avg" if self._weight is None else ("premul_sum", self._weight)
         for gradients in by_dtype.values():

@@ -45,7 +45,7 @@ def reduce_loose(
     mine = torch.zeros(len(parameters), 4, dtype=torch.int64)
     held: list[Tensor | None] = []
     for row, (parameter, new) in enumerate(zip(parameters, is_new, strict=True)):
-        gradient = parameter.grad
+        gradient = _counted(parameter.grad, weight)
         if gradient is None:
             held.append(None)
             continue
@@ -109,6 +109,7 @@ def sparse_average(
     With ``hook``, what it makes of them (as its first bucket).
     """
     mine = torch.zeros(2, dtype=torch.int64)
+    gradient = _counted(gradient, weight)
     if gradient is not None:
         gradient = gradient.detach().coalesce()
         mine = torch.tensor([gradient._nnz(), gradient.sparse_dim()])
@@ -120,6 +121,11 @@ def sparse_average(
             0, parameter, _empty(parameter, sparse_dim) if gradient is None else gradient, weight
         )
     return _gather(comm, parameter, gradient, table[:, 0].tolist(), sparse_dim, weight)
+
+
+def _counted(gradient: Tensor | None, weight: float | None) -> Tensor | None:
+    """The gradient, or zeros where it counts nothing: what a rank has of no input may be NaN."""
+    return torch.zeros_like(gradient) if gradient is not None and weight == 0 else gradient
 
 
 def _empty(parameter: nn.Parameter, sparse_dim: int) -> Tensor:

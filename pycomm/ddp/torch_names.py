@@ -299,20 +299,21 @@ class TorchNames(
         """A wrapper of a copy of the module, on the same communicator, with its hooks. Not collective."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        for shared in (self.communicator, self.process_group):
+        for shared in (self.__dict__.get("communicator"), self.process_group):
             memo[id(shared)] = shared
         for _, state in self._comm_hooks:
             if isinstance(state, (Communicator, dist.ProcessGroup)):  # not copied: it is a connection
                 memo[id(state)] = state
         kept = self._kept()
         made.__dict__.update(copy.deepcopy(kept, memo))
-        made.communicator, made.process_group = self.communicator, self.process_group
+        made.process_group = self.process_group
         made._norms_communicator = self._norms_communicator
         made.reducer = cast(Any, ReducerNames(made))
         made._reducer = None
         made._sinks = None
         made._casts = None
         made._feedback = None
-        if not self._must_set_up:
+        if not self._must_set_up:  # unpickled, and not connected yet
+            made.communicator = self.communicator
             made._set_up()
         return made

@@ -42,7 +42,8 @@ class Weighing:
         the mean over all of them: that of the concatenated batch, however uneven. One exchange of 8 bytes.
 
         Args:
-            n: this rank's number, at least 0; not 0 on all ranks.
+            n: this rank's number, at least 0; not 0 on all ranks. With 0 its gradients count as zeros, also
+                where they are NaN (a mean over nothing).
 
         Raises:
             RuntimeError: within join(), or with SyncBatchNorm layers (the message says what to do instead).

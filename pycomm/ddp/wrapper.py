@@ -16,6 +16,7 @@ from pycomm.communicator import Communicator
 from pycomm.ddp.agree import broadcast_tensors, check_agreement, describe
 from pycomm.ddp.arguments import (
     Arguments,
+    agreed_overlap,
     chosen_overlap,
     communicator_for,
     described,
@@ -109,10 +110,9 @@ class DistributedDataParallel(TorchNames):
             :meth:`error_feedback_state_dict`); also for "fp16" and "bf16", which then have a scale for each
             256 elements, too. With torch's GradScaler, what is kept has the scale of its step.
         overlap: "async": buckets are reduced by a thread while backward goes on; "inline": in backward's
-            thread as soon as they are complete; "end": when backward is over. None: PYCOMM_DDP_OVERLAP, else
-            "async" where each local rank has a second core, else "end". The result is the same.
-        check_consistency_every: :meth:`check_consistency` before every so many synchronised forwards;
-            0: never.
+            thread as soon as they are complete; "end": when backward is over. The last of these that any rank
+            has. None: PYCOMM_DDP_OVERLAP, else "async" with two cores a rank, else "end". Same results.
+        check_consistency_every: :meth:`check_consistency` before every so many synced forwards; 0: never.
 
     Attributes:
         module: the wrapped module; ``state_dict`` keys begin with ``module.``, as torch's.
@@ -206,6 +206,7 @@ class DistributedDataParallel(TorchNames):
         self._check(init_sync)
         self._start()
         if init_sync and self.communicator.size > 1:
+            self._given.overlap = agreed_overlap(self.communicator, self._given.overlap)
             tensors = list(self._look().named.values())
             broadcast_tensors(
                 self.communicator, [*tensors, *(self._buffers_now() if init_sync_buffers else ())]
@@ -241,6 +242,7 @@ class DistributedDataParallel(TorchNames):
                 self._given,
                 find_unused_parameters=self.find_unused_parameters,
                 static_graph=self.static_graph,
+                skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
                 gradient_as_bucket_view=self.gradient_as_bucket_view,
                 forward_sync_buffers=self.forward_sync_buffers,
             )
@@ -295,7 +297,8 @@ class DistributedDataParallel(TorchNames):
         """
         if self._must_set_up:
             self._connect()
-        if self._reducer is None and not self._join_config.enable:
+        is_alone = self._reducer is None and "buffer_hook" not in self.__dict__
+        if is_alone and not self._join_config.enable:
             return self._call_module(inputs, kwargs)
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         started = time.perf_counter()

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from pycomm.ddp.not_traced import NotTraced
 from pycomm.errors import CommError
 from pycomm.initialize import init
 from pycomm.torch_backend import sparse
@@ -31,6 +30,7 @@ from pycomm.torch_backend.errors import as_torchs
 from pycomm.torch_backend.monitored_barrier import MonitoredBarrier
 from pycomm.torch_backend.recording import Event, is_recording
 from pycomm.torch_backend.tensors import movable, reducible
+from pycomm.torch_backend.untraced import Untraced
 from pycomm.torch_backend.works import Done, Pending
 from pycomm.work import Work
 
@@ -77,6 +77,7 @@ class ProcessGroup(dist.ProcessGroup):
         except CommError as error:
             raise as_torchs(error) from error
         self._refusing = self._comm._refusing
+        self._is_checked = False
         self._barriers = MonitoredBarrier(store, rank, size)
 
     # ---- what it is -------------------------------------------------------------------------------------
@@ -126,6 +127,27 @@ class ProcessGroup(dist.ProcessGroup):
         """Waits for what is queued and leaves."""
         self._comm.close()
 
+    def _check_backends(self) -> None:
+        """At the first call, when torch has noted what the group was asked to be.
+
+        torch lets a backend written in Python stand for the whole group, whatever the other devices were to
+        have: "cpu:gloo,cuda:pycomm" would silently run CPU tensors here.
+
+        Raises:
+            ValueError: a device was to have another backend, or none is the CPU.
+        """
+        asked: str | None = dist.distributed_c10d._world.pg_backend_config.get(self)
+        if asked is None:
+            return
+        backends = dict(pair.split(":") for pair in asked.split(",") if ":" in pair)
+        if set(backends.values()) != {"pycomm"} or "cpu" not in backends:
+            raise ValueError(
+                f'a group of the backends "{asked}" cannot be: pycomm serves all devices of its group and '
+                'has an engine for CPU tensors only; make it with "cpu:pycomm", and one for other devices '
+                'with new_group(backend="nccl")'
+            )
+        self._is_checked = True
+
     # ---- making calls -----------------------------------------------------------------------------------
 
     def _make(
@@ -139,6 +161,8 @@ class ProcessGroup(dist.ProcessGroup):
             given: what the caller gave, for the profiler.
             outputs: the work's result.
         """
+        if not self._is_checked:
+            self._check_backends()
         is_async, timeout = getattr(options, "asyncOp", True), _limit(options)
         try:
             if is_recording():
@@ -163,7 +187,7 @@ class ProcessGroup(dist.ProcessGroup):
             event.end_with(works)
         return works
 
-    @NotTraced
+    @Untraced
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """See torch.distributed.all_reduce."""
         opts = c10d.AllreduceOptions() if opts is None else opts
@@ -171,7 +195,7 @@ class ProcessGroup(dist.ProcessGroup):
             return sparse.all_reduce(self._comm, tensors[0], _op_of(opts.reduceOp))
         return self.allreduce_coalesced(tensors, opts)
 
-    @NotTraced
+    @Untraced
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Several all_reduces of one operation."""
         opts = c10d.AllreduceCoalescedOptions() if opts is None else opts
@@ -188,7 +212,7 @@ class ProcessGroup(dist.ProcessGroup):
         ]
         return self._make("all_reduce", opts, tensors, tensors, calls)
 
-    @NotTraced
+    @Untraced
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """See torch.distributed.broadcast."""
         opts = c10d.BroadcastOptions() if opts is None else opts
@@ -197,7 +221,7 @@ class ProcessGroup(dist.ProcessGroup):
         calls = [lambda **how: self._comm.broadcast(tensor, root, **how)]
         return self._make("broadcast", opts, tensors, tensors, calls)
 
-    @NotTraced
+    @Untraced
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """See torch.distributed.reduce."""
         with self._refusing:
@@ -205,7 +229,7 @@ class ProcessGroup(dist.ProcessGroup):
         calls = [lambda **how: self._comm.reduce(tensor, root, op, **how)]
         return self._make("reduce", opts, tensors, tensors, calls)
 
-    @NotTraced
+    @Untraced
     def allgather(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """See torch.distributed.all_gather: ``output_lists[i]`` are the ranks' ``inputs[i]``, of any size."""
         opts = c10d.AllgatherOptions() if opts is None else opts
@@ -217,7 +241,7 @@ class ProcessGroup(dist.ProcessGroup):
         calls = [lambda o=o, i=i, **how: self._comm.all_gather(o, i, **how) for o, i in pairs]
         return self._make("all_gather", opts, inputs, output_lists[0], calls)
 
-    @NotTraced
+    @Untraced
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Any:
@@ -226,12 +250,12 @@ class ProcessGroup(dist.ProcessGroup):
             by_input = [list(parts) for parts in zip(*output_lists, strict=True)]
         return self.allgather(by_input, inputs, opts)
 
-    @NotTraced
+    @Untraced
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """See torch.distributed.all_gather_into_tensor."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    @NotTraced
+    @Untraced
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Any:
@@ -242,7 +266,7 @@ class ProcessGroup(dist.ProcessGroup):
         calls = [lambda o=o, i=i, **how: self._comm.all_gather(o, i, **how) for o, i in pairs]
         return self._make("all_gather_into_tensor", opts, inputs, outputs, calls)
 
-    @NotTraced
+    @Untraced
     def gather(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         """See torch.distributed.gather."""
         outputs = output_lists[0] if output_lists else []
@@ -252,7 +276,7 @@ class ProcessGroup(dist.ProcessGroup):
         calls = [lambda **how: self._comm.gather(given, parts, root, **how)]
         return self._make("gather", opts, inputs, outputs, calls)
 
-    @NotTraced
+    @Untraced
     def scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any) -> Any:
         """See torch.distributed.scatter."""
         with self._refusing:
@@ -261,7 +285,7 @@ class ProcessGroup(dist.ProcessGroup):
         calls = [lambda **how: self._comm.scatter(output, parts, root, **how)]
         return self._make("scatter", opts, input_lists[0] if input_lists else [], outputs, calls)
 
-    @NotTraced
+    @Untraced
     def reduce_scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any = None) -> Any:
         """See torch.distributed.reduce_scatter; the inputs of a list may differ in size."""
         opts = c10d.ReduceScatterOptions() if opts is None else opts
@@ -274,12 +298,12 @@ class ProcessGroup(dist.ProcessGroup):
         calls = [lambda o=o, i=i, **how: self._comm.reduce_scatter(o, i, op, **how) for o, i in pairs]
         return self._make("reduce_scatter", opts, input_lists[0], outputs, calls)
 
-    @NotTraced
+    @Untraced
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """See torch.distributed.reduce_scatter_tensor."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    @NotTraced
+    @Untraced
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Any:
@@ -292,7 +316,7 @@ class ProcessGroup(dist.ProcessGroup):
         calls = [lambda o=o, i=i, **how: self._comm.reduce_scatter(o, i, op, **how) for o, i in pairs]
         return self._make("reduce_scatter_tensor", opts, inputs, outputs, calls)
 
-    @NotTraced
+    @Untraced
     def all_to_all_single(
         self,
         output: Tensor,
@@ -309,7 +333,7 @@ class ProcessGroup(dist.ProcessGroup):
         calls = [lambda **how: self._comm.all_to_all(out, given, *splits, **how)]
         return self._make("all_to_all", opts, [input], [output], calls)
 
-    @NotTraced
+    @Untraced
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """See torch.distributed.all_to_all."""
         opts = c10d.AllToAllOptions() if opts is None else opts
@@ -318,13 +342,13 @@ class ProcessGroup(dist.ProcessGroup):
         calls = [lambda **how: self._comm.all_to_all(outs, given, **how)]
         return self._make("all_to_all", opts, inputs, outputs, calls)
 
-    @NotTraced
+    @Untraced
     def barrier(self, opts: Any = None) -> Any:
         """See torch.distributed.barrier."""
         opts = c10d.BarrierOptions() if opts is None else opts
         return self._make("barrier", opts, [], [], [self._comm.barrier])
 
-    @NotTraced
+    @Untraced
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """See torch.distributed.monitored_barrier; a negative timeout is the group's."""
         if isinstance(timeout, (int, float)):
@@ -335,31 +359,32 @@ class ProcessGroup(dist.ProcessGroup):
 
     # ---- point to point ---------------------------------------------------------------------------------
 
-    @NotTraced
+    @Untraced
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Any:
         """See torch.distributed.isend."""
         [tensor] = movable("send", tensors)
         return self._transfer("send", tensors, lambda: self._comm.isend(tensor, dst, tag))
 
-    @NotTraced
+    @Untraced
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> Any:
         """See torch.distributed.irecv."""
         [tensor] = movable("recv", tensors)
         return self._transfer("recv", tensors, lambda: self._comm.irecv(tensor, src, tag))
 
-    @NotTraced
+    @Untraced
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         """See torch.distributed.irecv without ``src``."""
         [tensor] = movable("recv", tensors)
         return self._transfer("recvAnySource", tensors, lambda: self._comm.irecv(tensor, None, tag))
 
-    @staticmethod
-    def _transfer(name: str, tensors: list[Tensor], start: Callable[[], Work]) -> Any:
+    def _transfer(self, name: str, tensors: list[Tensor], start: Callable[[], Work]) -> Any:
+        if not self._is_checked:
+            self._check_backends()
         try:
             if not is_recording():
                 return Pending([start()], tensors)
             event = Event(name, tensors)
-            return Pending(ProcessGroup._start([lambda **_: start()], None, event), tensors, event)
+            return Pending(self._start([lambda **_: start()], None, event), tensors, event)
         except CommError as error:
             raise as_torchs(error) from error
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pycomm.work import Work, _completer
+from pycomm.work import Work, complete
 
 __all__ = ["Event", "is_recording"]
 
@@ -41,7 +41,7 @@ class Event:
             return
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.add_done_callback(self._end)  # before anybody can complete it, so that it runs over there
-        _completer.add(works[-1], future)
+        complete(works[-1], future)
 
     def _end(self, _: object) -> None:
         _autograd._record_function_with_args_exit(self._handle)

@@ -5,12 +5,16 @@ the exact average is known in float64.
 """
 
 import copy
+import gc
 import io
 import math
+import pickle
+import weakref
 
 import pytest
 import torch
 from test_ddp_compression import Dots, assert_same_bits, random_steps
+from torch import nn
 
 import pycomm
 from ranks import run_ranks
@@ -204,6 +208,8 @@ def refuse(rank, size):
         wrap(Dots([1]), None, True)
     with pytest.raises(ValueError, match=r"compression must be one of 'fp16', 'bf16', 'fp8', 'int8' or None"):
         wrap(Dots([1]), "int4", False)
+    with pytest.raises(RuntimeError, match=r"no hook would be asked; wrap without them to register one"):
+        wrap(Dots([1]), "int8", False).register_comm_hook(None, print)
     with pytest.raises(RuntimeError, match="keeps no residuals; give it error_feedback=True"):
         wrap(Dots([1]), "int8", False).load_error_feedback_state_dict({})
     facts = wrap(Dots([1000]), "int8", False)
@@ -218,3 +224,54 @@ def refuse(rank, size):
 @pytest.mark.parametrize("size", [1, 2])
 def test_arguments_and_facts(size):
     run_ranks(size, refuse)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Parameter(torch.ones(700), requires_grad=False)
+        self.trained = nn.Parameter(torch.ones(700))
+
+    def forward(self, x):
+        return (x * self.trained * self.frozen).sum()
+
+
+def move_state(rank, size):
+    """A wrapper that came out of a pickle has its residuals before it has its ranks, and keeps them."""
+    ddp = pycomm.DistributedDataParallel(Pair(), compression="int8", error_feedback=True)
+    ddp(torch.linspace(0, rank + 1, 700)).backward()
+    wanted = ddp.error_feedback_state_dict()
+    assert wanted.keys() == {"trained"}
+    assert bool(wanted["trained"].any()) is (size > 1)
+    once = pickle.loads(pickle.dumps(ddp))
+    for moved in (once, pickle.loads(pickle.dumps(once)), copy.deepcopy(once)):
+        assert torch.equal(moved.error_feedback_state_dict()["trained"], wanted["trained"])
+        moved.load_error_feedback_state_dict({"trained": torch.full((700,), 2.0)})
+        moved.load_error_feedback_state_dict(wanted)
+        moved(torch.linspace(0, rank + 1, 700)).backward()
+    ddp.zero_grad()
+    ddp(torch.linspace(0, rank + 1, 700)).backward()
+    return [moved.error_feedback_state_dict()["trained"], ddp.error_feedback_state_dict()["trained"]]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_residuals_move_with_pickles(size):
+    for after_move, after_step in run_ranks(size, move_state):
+        assert torch.equal(after_move, after_step)
+
+
+def replace_again_and_again(rank, size):
+    net = Pair()
+    ddp = wrap(net, "int8", True)
+    vectors = []
+    for step in range(4):
+        net.trained = nn.Parameter(torch.full((700,), float(step)))
+        net.zero_grad()
+        ddp(torch.ones(700)).backward()
+        vectors.append(weakref.ref(ddp._feedback._of[id(net.trained)][1]))
+    gc.collect()
+    return [vector() is not None for vector in vectors]
+
+
+def test_residuals_of_parameters_that_are_gone_are_let_go():
+    assert run_ranks(2, replace_again_and_again)[0][:2] == [False, False]

@@ -218,3 +218,62 @@ def test_weights_with_compression_and_hooks(how, size):
         for name, p in net.named_parameters():
             atol = 3e-3 * p.grad.abs().max().item()
             torch.testing.assert_close(found[name].double(), p.grad, rtol=3e-3, atol=atol)
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4, sparse=sparse)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(self.embedding(words))).sum()
+
+
+def words_of(step, rank):
+    return torch.arange(1 + rank + step) if rank != 1 else torch.arange(0)
+
+
+def weigh_nothing(rank, size, sparse, options):
+    """Rank 1 has no input, and divides by their number: its loss and gradients are NaN."""
+    torch.manual_seed(1)
+    net = Words(sparse)
+    ddp = pycomm.DistributedDataParallel(net, communicator=pycomm.init(), **options)
+    found = []
+    for step in range(3):
+        ddp.zero_grad()
+        words = words_of(step, rank)
+        with ddp.weighted(len(words)):
+            loss = ddp(words) / torch.tensor(float(len(words)))
+        assert bool(loss.isnan()) is (rank == 1)
+        if step == 2:
+            asked = [net.linear.weight, net.linear.bias]
+            found.append([g.clone() for g in torch.autograd.grad(loss, asked)])
+        else:
+            loss.backward()
+            found.append([p.grad.to_dense().clone() for p in net.parameters()])
+    return found
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("sparse", "options"),
+    [
+        (False, {}),
+        (True, {"overlap": "async"}),
+        (False, {"gradient_as_bucket_view": True, "overlap": "inline"}),
+        (True, {"compression": "fp16"}),
+    ],
+)
+def test_a_rank_with_nothing_counts_as_zeros_even_where_it_has_nan(sparse, options):
+    torch.manual_seed(1)
+    net = Words(False).double()
+    tolerance = 2e-3 if "compression" in options else 1e-5
+    for found in run_ranks(3, weigh_nothing, sparse, options):
+        for step, gradients in enumerate(found):
+            net.zero_grad()
+            words = torch.cat([words_of(step, rank) for rank in range(3)])
+            (net(words) / len(words)).backward()
+            wanted = [p.grad for p in net.parameters()][-len(gradients) :]
+            for gradient, exact in zip(gradients, wanted, strict=True):
+                torch.testing.assert_close(gradient.double(), exact, rtol=tolerance, atol=tolerance)

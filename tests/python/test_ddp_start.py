@@ -25,6 +25,8 @@ THEIRS_AND_OURS = {
     "layout": ("'layers.3.weight' of torch.float32 (6, 6), memory order (1, 0)", "(6, 6)"),
     "buffer": ("buffer 'seen' of torch.float64 (2,)", "buffer 'seen' of torch.float32 (2,)"),
     "cap": ("bucket_cap_mb=5", "bucket_cap_mb=None"),
+    "asleep": ("skip_all_reduce_unused_params=True", "skip_all_reduce_unused_params=False"),
+    "checks": ("check_consistency_every=3", "check_consistency_every=0"),
     "bad argument": ("the error that compression must be one of", "compression=None"),
 }
 
@@ -56,6 +58,10 @@ def start_with_differences(rank, size):
                 net.seen = net.seen.double()
             elif how == "cap":
                 arguments["bucket_cap_mb"] = 5
+            elif how == "asleep":
+                arguments["skip_all_reduce_unused_params"] = True
+            elif how == "checks":
+                arguments["check_consistency_every"] = 3
             elif how == "bad argument":
                 arguments["compression"] = "int4"
         with pytest.raises(ValueError) as error:
@@ -213,3 +219,26 @@ def test_ignored_parameters_are_left_alone(size):
             {n: g for n, g in gradients(net).items() if n[0] != "c"},
         )
         assert torch.equal(found["c.weight"], alone.c.weight.grad)
+
+
+def overlap_apart(rank, size):
+    """As ranks do that may use different numbers of cores."""
+    eager = ("async", "end", "inline")[rank]
+    net = seeded(Net, 300)
+    ddp = pycomm.DistributedDataParallel(net, communicator=pycomm.init(), overlap=eager)
+    for _ in range(2):
+        net.zero_grad()
+        ddp(batch(0, rank, width=300)).backward()
+    return ddp.buckets, gradients(net)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_agree_on_when_buckets_are_reduced(size):
+    """Other answers would mean other buckets: the first is small where it is reduced during backward."""
+    net = seeded(Net, 300)
+    torch.autograd.backward(sum(net(batch(0, rank, width=300)) for rank in range(size)) / size)
+    by_rank = run_ranks(size, overlap_apart)
+    for buckets, found in by_rank:
+        assert buckets == by_rank[0][0]
+        assert_close(found, gradients(net))

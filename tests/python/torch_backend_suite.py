@@ -103,7 +103,7 @@ def load(backend: str, size: int, on_cpu: bool) -> Any:
         suite = torch_suite.load()
     os.environ["BACKEND"] = suite.BACKEND = backend
     if backend == "pycomm":
-        import pycomm  # noqa: F401 (registers the backend)
+        import pycomm.torch_backend.group  # noqa: F401 (here once, and not in every rank)
 
         for name in _PROFILED:
             getattr(suite, name).append(backend)

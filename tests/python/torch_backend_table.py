@@ -1,0 +1,127 @@
+"""Runs torch's tests on gloo and on pycomm and writes the table of both: ``make test-torch``.
+
+    python tests/python/torch_backend_table.py [--sizes 3 4] [--write docs/torch-compatibility.md]
+
+Fails (status 1) when a test that gloo passes does not pass on pycomm, or one fails that is not explained in
+``EXPLAINED``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+NO_GPU = "asks for a GPU"
+#: Tests that fail on both backends, and why.
+EXPLAINED = {
+    "test_DistributedDataParallel": "the stand-in for torch.cuda sets no seeds, so its two models differ",
+    "test_DistributedDataParallel_non_default_stream": NO_GPU,
+    "test_average_parameters": "makes a group of NCCL",
+    "test_batch_isend_irecv_mixed_backend_err": "makes a group of NCCL",
+    "test_ddp_apply_optim_in_backward": NO_GPU,
+    "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false": NO_GPU,
+    "test_ddp_apply_optim_in_backward_ignored_params": NO_GPU,
+    "test_ddp_compile_static_graph": "Dynamo stumbles over the stand-ins for torch.cuda",
+    "test_ddp_device": NO_GPU,
+}
+#: Large models for hundreds of steps: many minutes on a CPU, on any backend.
+LONG = ("test_ddp_uneven_inputs", "test_ddp_grad_div_uneven_inputs")
+HEAD = """\
+# torch's own tests of torch.distributed, on gloo and on pycomm
+
+Written by `make test-torch`, which runs `torch.testing._internal.distributed.distributed_test` (torch
+{version}, on the CPU) with both backends, each test in processes of its own, at world sizes {sizes}.
+`tests/python/torch_backend_suite.py` says how, and which of the tests that torch skips for a backend's name
+are run all the same, on both.
+
+"torch skips it" is torch's reason with gloo. Tests for GPUs run on the CPU, with stand-ins for what asks for
+a device; those that cannot work so fail on both backends. Left out, since they take many minutes on a CPU:
+{long}.
+
+"""
+
+
+def run(backend: str, size: int, on_cpu: bool) -> dict[str, tuple[str, str]]:
+    """Each test's verdict, and why torch skips it."""
+    command = [sys.executable, str(HERE / "torch_backend_suite.py"), backend, "--size", str(size)]
+    command += ["--without", *LONG, *(["--on-cpu"] if on_cpu else [])]
+    env = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", "PYCOMM_TUNE": "off"}
+    verdicts = {}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(backend, size, line, end="", flush=True)
+            name, verdict = line.strip().split(" ", 1)
+            verdict, _, why = verdict.partition(" | torch: ")
+            verdicts[name] = verdict, why
+    if process.returncode != 0 or not verdicts:
+        raise SystemExit(f"the run on {backend} ended with status {process.returncode}")
+    return verdicts
+
+
+def cell(text: str) -> str:
+    """A verdict that fits a cell of the table."""
+    word, _, why = text.partition(" ")
+    why = why.replace("|", "/").replace("\n", " ")
+    return word if word != "failed" or not why else f"{word}: {why[:90]}"
+
+
+def section(title: str, gloo: dict[str, tuple[str, str]], ours: dict[str, tuple[str, str]]) -> str:
+    """The table of one run."""
+
+    def count(verdicts: dict[str, tuple[str, str]]) -> str:
+        words = [verdict.split()[0] for verdict, _ in verdicts.values()]
+        return ", ".join(f"{words.count(word)} {word}" for word in ("passed", "failed", "skipped"))
+
+    lines = [f"## {title}", "", f"gloo: {count(gloo)}. pycomm: {count(ours)}.", ""]
+    lines += ["| test | torch skips it | gloo | pycomm |", "|---|---|---|---|"]
+    for name, (verdict, why) in ours.items():
+        why = "; ".join(dict.fromkeys(why.split("; "))).replace("|", "/")
+        lines.append(f"| {name} | {why[:100]} | {cell(gloo[name][0])} | {cell(verdict)} |")
+    return "\n".join([*lines, ""])
+
+
+def worse(gloo: dict[str, tuple[str, str]], ours: dict[str, tuple[str, str]]) -> list[str]:
+    """What must not be: gloo passes and pycomm does not, or pycomm fails without an explanation."""
+    return [
+        f"{name}: gloo {gloo[name][0]}, pycomm {verdict}"
+        for name, (verdict, _) in ours.items()
+        if verdict != "passed"
+        and (gloo[name][0] == "passed" or (verdict.startswith("failed") and name not in EXPLAINED))
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", type=int, nargs="*", default=[3, 4])
+    parser.add_argument("--write", type=Path, help="the page with the table")
+    options = parser.parse_args()
+    import torch
+
+    page = HEAD.format(
+        version=torch.__version__, sizes=" and ".join(map(str, options.sizes)), long=", ".join(LONG)
+    )
+    wrong = []
+    for on_cpu in (False, True):
+        for size in options.sizes:
+            gloo, ours = run("gloo", size, on_cpu), run("pycomm", size, on_cpu)
+            title = "Tests for GPUs, on the CPU" if on_cpu else "Tests for the CPU"
+            page += section(f"{title}, {size} ranks", gloo, ours) + "\n"
+            wrong += [f"{size} ranks, {text}" for text in worse(gloo, ours)]
+    page += "## Why tests fail on both\n\n| test | why |\n|---|---|\n"
+    page += "".join(f"| {name} | {why} |\n" for name, why in EXPLAINED.items())
+    if options.write:
+        options.write.write_text(page)
+    for text in wrong:
+        print("WRONG:", text)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
