@@ -18,7 +18,7 @@ REQUIRED := $(if $(filter true,$(CI)),-DPYCOMM_TESTS=ON -DPYCOMM_BENCH=ON)
 # ThreadSanitizer wants its addresses where it expects them; where setarch is not allowed it may do without.
 FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: demo test build venv test-cpp test-python lint format types layers tsan asan cuda emulated bench clean
+.PHONY: demo test build venv test-cpp test-python test-torch lint format types layers tsan asan cuda emulated bench clean
 .DEFAULT_GOAL := test
 
 test: test-cpp test-python
@@ -59,6 +59,10 @@ test-python: build
 	$(BIN)/python -m pytest -n 2
 	@grep -q 'PYCOMM_HAS_TESTS:INTERNAL=ON' build/dev/CMakeCache.txt || \
 	  echo "*** The Python tests passed; THE C++ TESTS DID NOT RUN (no GoogleTest, see above)."
+
+# torch's own tests of torch.distributed, on gloo and on pycomm (about an hour of two cores); writes the table.
+test-torch: build
+	$(BIN)/python tests/python/torch_backend_table.py --write docs/torch-compatibility.md
 
 lint: $(READY)
 	$(BIN)/ruff check .
