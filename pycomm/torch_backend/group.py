@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -52,10 +53,8 @@ Call = Callable[..., Any]  #: of ``async_op`` and ``timeout``
 
 def _op_of(reduce_op: Any) -> Any:
     """pycomm's word for torch's operation."""
-    kind = reduce_op.op
-    if kind == _Kind.PREMUL_SUM:
-        return "premul_sum", float(reduce_op.__getstate__()[1])
-    return _OPS[kind]
+    word = _OPS.get(reduce_op.op)
+    return word if word is not None else ("premul_sum", float(reduce_op.__getstate__()[1]))
 
 
 def _limit(options: Any) -> float | None:
@@ -191,9 +190,12 @@ class ProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """See torch.distributed.all_reduce."""
         opts = c10d.AllreduceOptions() if opts is None else opts
-        if tensors[0].layout is not torch.strided:
-            return sparse.all_reduce(self._comm, tensors[0], _op_of(opts.reduceOp))
-        return self.allreduce_coalesced(tensors, opts)
+        [tensor] = tensors
+        if tensor.layout is not torch.strided:
+            return sparse.all_reduce(self._comm, tensor, _op_of(opts.reduceOp))
+        with self._refusing:
+            op, [plain] = _op_of(opts.reduceOp), reducible("all_reduce", tensors)
+        return self._make("all_reduce", opts, tensors, tensors, [partial(self._comm.all_reduce, plain, op)])
 
     @Untraced
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:

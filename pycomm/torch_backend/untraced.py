@@ -29,6 +29,8 @@ class Untraced(NotTraced):
         self._disabled: Callable[..., Any] | None = None
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is not None and "torch._dynamo" not in sys.modules:
+            return MethodType(self._function, instance)
         method = super().__get__(instance, owner)
         dynamo = sys.modules.get("torch._dynamo.decorators")
         if instance is None or dynamo is None or _eval_frame.get_eval_frame_callback() is None:

@@ -116,7 +116,9 @@ def find(suite: Any, word: str) -> list[str]:
     return names
 
 
-def run_rank(suite: Any, name: str, rank: int, size: int, folder: Path, backend: str = "gloo") -> str:
+def run_rank(
+    suite: Any, name: str, rank: int, size: int, folder: Path, backend: str = "gloo", meet: bool = False
+) -> str:
     """One rank's verdict."""
     import torch.distributed as dist
 
@@ -142,14 +144,23 @@ def run_rank(suite: Any, name: str, rank: int, size: int, folder: Path, backend:
         traceback.print_exc()
         text = (str(error).strip().splitlines() or [""])[0]
         return f"failed {type(error).__name__}: {text}"
-    if backend != "gloo":
+    if meet:
         # As torch's own runner: a rank that leaves early is news to those that still wait for something.
         with contextlib.suppress(RuntimeError):
             suite.Barrier.sync(size)
     return "passed"
 
 
-def run_test(suite: Any, name: str, size: int, timeout: float, log: Path, *, backend: str = "gloo") -> str:
+def run_test(
+    suite: Any,
+    name: str,
+    size: int,
+    timeout: float,
+    log: Path,
+    *,
+    backend: str = "gloo",
+    meet: bool = False,
+) -> str:
     """The worst of all ranks' verdicts."""
     with tempfile.TemporaryDirectory(prefix="torch-suite-") as made:
         folder = Path(made)
@@ -160,7 +171,7 @@ def run_test(suite: Any, name: str, size: int, timeout: float, log: Path, *, bac
                 with open(log, "a") as file:
                     os.dup2(file.fileno(), 1)
                     os.dup2(file.fileno(), 2)
-                verdict = run_rank(suite, name, rank, size, folder, backend)
+                verdict = run_rank(suite, name, rank, size, folder, backend, meet)
                 sys.stdout.flush()
                 (folder / f"verdict{rank}").write_text(verdict)
                 os._exit(0)
