@@ -66,6 +66,8 @@ def _limit(options: Any) -> float | None:
 class ProcessGroup(dist.ProcessGroup):
     """A group of torch.distributed on a communicator of its own; made by torch, see the package's text."""
 
+    _is_pycomms = True
+
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         cast(Any, super()).__init__(rank, size)  # of a group that has no backends of its own
         self._store = store

@@ -1,21 +1,17 @@
 """monitored_barrier: a barrier through the group's store, whose error names the ranks that did not come.
 
-torch's function refuses every backend but gloo by its name, so pycomm puts its own in that place, which
-serves pycomm's groups and hands all others on. Rank 0 waits for a key of each other rank, then tells all of
+Rank 0 waits for a key of each other rank, then tells all of
 them the outcome in one more key. No call of the engine is involved: a barrier that fails leaves the group
 usable, and one on a group that has failed tells who still lives. Keys are removed by who reads them last.
 """
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from types import ModuleType
 from typing import Any
 
-__all__ = ["MonitoredBarrier", "serve_in"]
+__all__ = ["MonitoredBarrier"]
 
 
 class MonitoredBarrier:
@@ -89,23 +85,3 @@ class MonitoredBarrier:
             # With whatever kind of store, it was too long; a store that is gone says so now.
             return bool(self._store.check([key]))
         return True
-
-
-def serve_in(c10d: ModuleType, package: ModuleType | None) -> None:
-    """Puts a monitored_barrier that knows pycomm's groups into torch's module and its package."""
-    theirs: Callable[..., None] = c10d.monitored_barrier
-    if getattr(theirs, "_serves_pycomm", False):
-        return
-
-    @functools.wraps(theirs)
-    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        used = c10d.GroupMember.WORLD if group is None else group
-        if used is not c10d.GroupMember.NON_GROUP_MEMBER and c10d.get_backend(used) == "pycomm":
-            used.monitored_barrier(timeout, wait_all_ranks)
-        else:
-            theirs(group, timeout, wait_all_ranks)
-
-    monitored_barrier._serves_pycomm = True  # type: ignore[attr-defined]
-    c10d.monitored_barrier = monitored_barrier  # type: ignore[attr-defined]
-    if package is not None and getattr(package, "monitored_barrier", None) is theirs:
-        package.monitored_barrier = monitored_barrier  # type: ignore[attr-defined]

@@ -166,7 +166,9 @@ def faults(rank: int, size: int) -> None:
     start(rank, size, name="deadlines")
     group = dist.new_group(list(range(size)), timeout=timedelta(seconds=20))
     assert group.communicator.timeout == 20 and dist.group.WORLD.communicator.timeout == 30
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=19), group)
     dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
+    assert group.communicator.timeout == 19 and dist.group.WORLD.communicator.timeout == 0.5
     if rank == 0:
         before = time.monotonic()
         with pytest.raises(dist.DistBackendError, match=r"Timed out.*rank 1") as caught:

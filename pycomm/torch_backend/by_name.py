@@ -1,0 +1,46 @@
+"""torch's functions that ask for the backend's name or class, and would leave pycomm's groups out.
+
+``monitored_barrier`` refuses every backend but gloo, ``_set_pg_timeout`` (torchtitan calls it) knows gloo and
+NCCL. In their place pycomm puts functions that serve pycomm's groups and hand all others on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+__all__ = ["serve_in"]
+
+
+def _serve(c10d: ModuleType, package: ModuleType | None, name: str, ours: Callable[..., None]) -> None:
+    """Has ``ours(group, *arguments)`` called for pycomm's groups; ``group`` is one of torch's arguments."""
+    theirs: Callable[..., Any] | None = getattr(c10d, name, None)
+    if theirs is None:  # another torch
+        return
+    place = 1 if name == "_set_pg_timeout" else 0  # among the positional arguments
+
+    @functools.wraps(theirs)
+    def either(*arguments: Any, **named: Any) -> Any:
+        group = arguments[place] if len(arguments) > place else named.get("group")
+        used = c10d.GroupMember.WORLD if group is None else group
+        if getattr(used, "_is_pycomms", False):
+            rest = [a for i, a in enumerate(arguments) if i != place]
+            named.pop("group", None)
+            return ours(used, *rest, **named)
+        return theirs(*arguments, **named)
+
+    setattr(c10d, name, either)
+    if package is not None and getattr(package, name, None) is theirs:
+        setattr(package, name, either)
+
+
+def serve_in(c10d: ModuleType, package: ModuleType | None) -> None:
+    """Puts the functions into torch's module, and into its package where that has them already."""
+
+    def monitored_barrier(group: Any, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        group.monitored_barrier(timeout, wait_all_ranks)
+
+    _serve(c10d, package, "monitored_barrier", monitored_barrier)
+    _serve(c10d, package, "_set_pg_timeout", lambda group, timeout: group.set_timeout(timeout))
