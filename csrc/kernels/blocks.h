@@ -5,12 +5,12 @@
 // element x is x * m in the format's nearest number, where m, the *multiplier*, follows from the maximum M:
 //
 //   int8                       127 / M           so that |code| <= 127
-//   float8_e4m3fn, float16     a power of two    so that M m is in [2^7, 2^8), [2^14, 2^15)
-//   bfloat16                   1                 it has float32's range; only magnitudes that round beyond
-//                                                its largest become infinite
+//   float8_e4m3fn, float16,    a power of two    so that M m is in [2^7, 2^8), [2^14, 2^15),
+//   bfloat16                                     [2^-1, 2)
 //
-// A block whose M is below 2^-100 is sent as zeros; one whose M is infinite decodes to NaN, on all ranks
-// alike. Steps of an average over n ranks, each with its bound for an element of a block:
+// A block whose M is below 2^-100 is sent as zeros; one whose M is 2^127 or more, where rounding could
+// overflow, or infinite, decodes to NaN, on all ranks alike. Steps of an average over n ranks, each with its
+// bound for an element of a block:
 //
 //   1. block_maxima, then the maximum over the ranks.
 //   2. quantize: |x - decoded| <= u |x| + f.
@@ -18,10 +18,10 @@
 //      in float32 in rank order; divided by n and encoded again: at most as much again.
 //   4. dequantize.
 //
-// With u = 2^-4 (float8_e4m3fn), 2^-11 (float16), 2^-8 (bfloat16), 0 (int8) and f = 2^-17 M, 2^-38 M, 2^-133,
-// M / 254, where the steps of int8 add a float32 rounding of M 2^-23. Error feedback: quantize and combine
-// put what they lost into the source, for the caller to add to the next vector (Karimireddy et al. 2019,
-// "Error Feedback Fixes SignSGD and other Gradient Compression Schemes"). Cost: one read and write per
+// With u = 2^-4 (float8_e4m3fn), 2^-11 (float16), 2^-8 (bfloat16), 0 (int8) and f = 2^-17 M, 2^-38 M,
+// 2^-132 M, M / 254, where the steps of int8 add a float32 rounding of M 2^-23. Error feedback: quantize and
+// combine put what they lost into the source, for the caller to add to the next vector (Karimireddy et al.
+// 2019, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes"). Cost: one read and write per
 // element and step. All instruction sets give the same bits.
 #pragma once
 

@@ -16,7 +16,7 @@ struct Scale {
   float multiplier, inverse;
 };
 
-constexpr float kVanishes = 0x1p-100f;
+constexpr float kVanishes = 0x1p-100f, kOverflows = 0x1p127f;
 
 // 2^(Target - 1) <= M m < 2^Target, m a power of two.
 template <int kTarget>
@@ -51,13 +51,13 @@ struct BlockFloat16 : Float16 {
   static PYCOMM_INLINE Scale scale_of(float maximum) { return power_of_two_scale<15>(maximum); }
 };
 struct BlockBFloat16 : BFloat16 {
-  static PYCOMM_INLINE Scale scale_of(float) { return {1.0f, 1.0f}; }
+  static PYCOMM_INLINE Scale scale_of(float maximum) { return power_of_two_scale<0>(maximum); }
 };
 
 // The scale of a block; a multiplier of 0 when it is not finite (its inverse NaN) or vanishes (0).
 template <class F>
 PYCOMM_INLINE Scale block_scale(float maximum) {
-  if (maximum >= kVanishes && maximum < __builtin_inff()) [[likely]]
+  if (maximum >= kVanishes && maximum < kOverflows) [[likely]]
     return F::scale_of(maximum);
   return {0.0f, maximum < kVanishes ? 0.0f : __builtin_nanf("")};
 }
@@ -121,7 +121,7 @@ void quantize_loop(typename F::Store* codes, float* src, size_t n, const float* 
 
 template <class F>
 PYCOMM_INLINE void combine_vector(typename F::Store* codes, const void* const* srcs, size_t n_srcs, size_t at,
-                                  size_t n, float* lost, float unit) {
+                                  size_t n, float* lost, float inverse) {
   using Raw = typename F::Raw;
   constexpr size_t kSize = sizeof(typename F::Store);
   const bool whole = n == F::L;
@@ -140,7 +140,7 @@ PYCOMM_INLINE void combine_vector(typename F::Store* codes, const void* const* s
   }
   if (lost != nullptr) {
     const F32 old = whole ? load<F32>(lost + at) : load_partial<F32>(lost + at, 4 * n);
-    const F32 now = old + (mean - F::decode(code)) * unit;
+    const F32 now = old + (mean - F::decode(code)) * static_cast<float>(n_srcs) * inverse;
     if (whole) {
       store(lost + at, now);
     } else {
@@ -156,10 +156,10 @@ void combine_loop(typename F::Store* codes, const void* const* srcs, size_t n_sr
     const size_t end = begin + kBlockElems < n ? begin + kBlockElems : n;
     const Scale s = block_scale<F>(maxima[begin / kBlockElems]);
     const bool is_sent = s.multiplier != 0.0f;
-    const float unit = is_sent ? s.inverse * static_cast<float>(n_srcs) : 0.0f;
+    const float inverse = is_sent ? s.inverse : 0.0f;
     size_t i = begin;
-    for (; i + F::L <= end; i += F::L) combine_vector<F>(codes, srcs, n_srcs, i, F::L, lost, unit);
-    if (i < end) combine_vector<F>(codes, srcs, n_srcs, i, end - i, lost, unit);
+    for (; i + F::L <= end; i += F::L) combine_vector<F>(codes, srcs, n_srcs, i, F::L, lost, inverse);
+    if (i < end) combine_vector<F>(codes, srcs, n_srcs, i, end - i, lost, inverse);
   }
 }
 

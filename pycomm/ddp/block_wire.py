@@ -8,7 +8,8 @@ within
     2.1 u m + 2.1 f M + 2^-21 M + 2^-99    of the exact average, plus its rounding to the gradient's dtype,
 
 where u and f are 0 and 1/254 ("int8"), 2^-4 and 2^-17 ("fp8", float8_e4m3fn), 2^-11 and 2^-38 ("fp16"), 2^-8
-and 0 ("bf16"). A block with an infinity or NaN on any rank is NaN on all; other blocks are not harmed.
+and 2^-132 ("bf16"). A block with an infinity, a NaN, or a magnitude from 2^127 up on any rank is NaN on all;
+other blocks are not harmed.
 
 Steps (csrc/kernels/blocks.h): ranks agree on each block's M, encode, and exchange the codes, so that each
 rank owns a part of the blocks and has all ranks' codes of it; the owner adds them up (int8 exactly, as

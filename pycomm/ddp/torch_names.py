@@ -284,6 +284,14 @@ class TorchNames(
         kept = {k: v for k, v in self.__dict__.items() if k not in _OF_THIS_PROCESS}
         return kept | {"_residuals": self.error_feedback_state_dict()}
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "communicator" and self.__dict__.get("_must_set_up"):
+            raise AttributeError(
+                f"{_WHO}: a wrapper that comes from a pickle has no communicator before its first forward; run "
+                "one on every rank"
+            )
+        return super().__getattr__(name)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         cast(Any, nn.Module).__setstate__(self, state)
         self.reducer = cast(Any, ReducerNames(self))

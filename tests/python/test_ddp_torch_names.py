@@ -165,6 +165,8 @@ def copy_and_pickle(rank, size):
     loss_of(ddp, rank).backward()
     assert_wanted(ddp.module, size)
     restored = pickle.loads(pickle.dumps(ddp))
+    with pytest.raises(AttributeError, match="has no communicator before its first forward"):
+        restored.stats()
     restored.zero_grad()
     loss_of(restored, rank).backward()  # meets the others here
     assert_wanted(restored.module, size)

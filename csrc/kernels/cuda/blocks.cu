@@ -47,7 +47,7 @@ struct BlockFloat16 : Float16 {
   static PYCOMM_DEVICE Scale scale_of(float maximum) { return power_of_two_scale<15>(maximum); }
 };
 struct BlockBFloat16 : BFloat16 {
-  static PYCOMM_DEVICE Scale scale_of(float) { return {1.0f, 1.0f}; }
+  static PYCOMM_DEVICE Scale scale_of(float maximum) { return power_of_two_scale<0>(maximum); }
 };
 
 // A multiplier of 0 when the block is not finite (its inverse NaN) or vanishes (0).
@@ -55,7 +55,8 @@ template <class F>
 PYCOMM_DEVICE Scale block_scale(float maximum) {
   constexpr float kVanishes = 7.888609052210118e-31f;  // 2^-100
   const bool vanishes = maximum < kVanishes;
-  if (!vanishes && maximum < __uint_as_float(0x7f800000u)) return F::scale_of(maximum);
+  constexpr float kOverflows = 1.7014118346046923e38f;  // 2^127
+  if (!vanishes && maximum < kOverflows) return F::scale_of(maximum);
   return {0.0f, vanishes ? 0.0f : __uint_as_float(0x7fc00000u)};
 }
 
@@ -170,11 +171,11 @@ __global__ void __launch_bounds__(kThreads)
     store_lane<F>(codes + at, n - at, mean);
     if (lost == nullptr) continue;
     const Scale s = block_scale<F>(maxima[at / kBlockElems]);
-    const float unit = s.multiplier != 0.0f ? s.inverse * n_srcs : 0.0f;
+    const float inverse = s.multiplier != 0.0f ? s.inverse : 0.0f;
     float old[kLaneElems];
     load_lane<F32>(lost + at, n - at, old);
     PYCOMM_UNROLL
-    for (int i = 0; i < kLaneElems; ++i) old[i] += (mean[i] - F::decode(F::encode(mean[i]))) * unit;
+    for (int i = 0; i < kLaneElems; ++i) old[i] += (mean[i] - F::decode(F::encode(mean[i]))) * n_srcs * inverse;
     store_lane<F32>(lost + at, n - at, old);
   }
 }
