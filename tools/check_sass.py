@@ -1,6 +1,7 @@
 """Fails when the machine code of the CUDA kernels is not what their sources promise; no GPU is needed.
 
-For every kernel and architecture in FILE (an object or a library; build/*/libpycomm_cuda.a has all), from NVIDIA's cuobjdump:
+For every kernel and architecture in FILE (an object or a library; build/*/libpycomm_cuda.a has all), from
+NVIDIA's cuobjdump:
 
 - no spills: no local memory and no stack (STACK and LOCAL of the resource usage are 0)
 - registers at most what __launch_bounds__ leaves for the blocks that it names

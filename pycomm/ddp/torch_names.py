@@ -287,8 +287,8 @@ class TorchNames(
     def __getattr__(self, name: str) -> Any:
         if name == "communicator" and self.__dict__.get("_must_set_up"):
             raise AttributeError(
-                f"{_WHO}: a wrapper that comes from a pickle has no communicator before its first forward; run "
-                "one on every rank"
+                f"{_WHO}: a wrapper that comes from a pickle has no communicator before its first forward; "
+                "run one on every rank"
             )
         return super().__getattr__(name)
 
