@@ -104,7 +104,8 @@ PYCOMM_DEVICE size_t first_element() {
 }
 PYCOMM_DEVICE size_t grid_step() { return static_cast<size_t>(gridDim.x) * kGridElems; }
 
-__global__ void __launch_bounds__(kThreads) block_maxima_kernel(const float* src, size_t n, float* maxima) {
+__global__ void __launch_bounds__(kThreads, 4)
+    block_maxima_kernel(const float* src, size_t n, float* maxima) {
   // All threads stay until the last block is done: the lanes of a warp shuffle together.
   const size_t last = (n + kGridElems - 1) / kGridElems * kGridElems;
   for (size_t at = first_element(); at < last; at += grid_step()) {
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(kThreads) block_maxima_kernel(const float* src
 }
 
 template <class F>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     quantize_kernel(typename F::Store* codes, float* src, size_t n, const float* maxima, bool feedback) {
   for (size_t at = first_element(); at < n; at += grid_step()) {
     const Scale s = block_scale<F>(maxima[at / kBlockElems]);
@@ -153,7 +154,7 @@ struct CodeSources {
 };
 
 template <class F>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     combine_kernel(typename F::Store* codes, const __grid_constant__ CodeSources srcs, size_t n,
                    const float* maxima, float* lost) {
   const float n_srcs = static_cast<float>(srcs.n);
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class F>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     dequantize_kernel(float* dst, const typename F::Store* codes, size_t n, const float* maxima) {
   for (size_t at = first_element(); at < n; at += grid_step()) {
     const float inverse = block_scale<F>(maxima[at / kBlockElems]).inverse;

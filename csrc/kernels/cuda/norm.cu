@@ -67,7 +67,7 @@ PYCOMM_DEVICE void add_square(Partial& p, A v) {
 }
 
 template <class F>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     norm_kernel(const __grid_constant__ Table table, Partial* partials) {
   using S = typename F::Store;
   constexpr int kElemsOfChunk = kChunkPacks * kElems<F>;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     norm_total_kernel(const Partial* partials, size_t n_partials, NormResult* result) {
   Partial mine{0, 0};
   for (size_t i = threadIdx.x; i < n_partials; i += kThreads) {
