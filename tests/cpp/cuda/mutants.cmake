@@ -49,9 +49,10 @@ endfunction()
 # Under ThreadSanitizer the first run alone shows a missing barrier, as a race.
 pycomm_mutant(barrier_before_reading norm.cu
   "  __syncthreads();\n  Partial all{0, 0};" "  Partial all{0, 0};" norm.cu "Cuda/Norm.Exact*")
-pycomm_mutant(barrier_after_reading norm.cu
-  "  __syncthreads();\n  return all;" "  return all;" norm.cu "Cuda/Norm.Is*")
 if(NOT PYCOMM_SANITIZE STREQUAL "thread")
+  # Needs more chunks than blocks, for which that sanitizer is too slow.
+  pycomm_mutant(barrier_after_reading norm.cu
+    "  __syncthreads();\n  return all;" "  return all;" norm.cu "Cuda/Norm.Is*")
 pycomm_mutant(segment_of_a_chunk chunks.cuh
   "segments.end[middle] > chunk" "segments.end[middle] >= chunk" norm.cu "Cuda/Norm.Is*")
 pycomm_mutant(whole_warp blocks.cu
