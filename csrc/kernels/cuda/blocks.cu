@@ -176,7 +176,8 @@ __global__ void __launch_bounds__(kThreads, 4)
     float old[kLaneElems];
     load_lane<F32>(lost + at, n - at, old);
     PYCOMM_UNROLL
-    for (int i = 0; i < kLaneElems; ++i) old[i] += (mean[i] - F::decode(F::encode(mean[i]))) * n_srcs * inverse;
+    for (int i = 0; i < kLaneElems; ++i)
+      old[i] += (mean[i] - F::decode(F::encode(mean[i]))) * n_srcs * inverse;
     store_lane<F32>(lost + at, n - at, old);
   }
 }
