@@ -60,7 +60,7 @@ test-python: build
 	@grep -q 'PYCOMM_HAS_TESTS:INTERNAL=ON' build/dev/CMakeCache.txt || \
 	  echo "*** The Python tests passed; THE C++ TESTS DID NOT RUN (no GoogleTest, see above)."
 
-# torch's own tests of torch.distributed, on gloo and on pycomm (about an hour of two cores); writes the table.
+# torch's own tests of torch.distributed, on gloo and on pycomm (about twenty minutes of two cores); writes the table.
 test-torch: build
 	$(BIN)/python tests/python/torch_backend_table.py --write docs/torch-compatibility.md
 

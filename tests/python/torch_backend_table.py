@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,7 @@ def cell(text: str) -> str:
     """A verdict that fits a cell of the table."""
     word, _, why = text.partition(" ")
     why = why.replace("|", "/").replace("\n", " ")
+    why = re.sub(r"\[(enforce fail at )?/\S+\] ?| at 0x[0-9a-f]+", "", why)  # where gloo was built; addresses
     return word if word != "failed" or not why else f"{word}: {why[:90]}"
 
 
