@@ -20,6 +20,7 @@ from pycomm.errors import CommError, CommTimeoutError, MismatchError, PeerLostEr
 from pycomm.torch_backend.autoload import register_when_possible
 
 if TYPE_CHECKING:
+    from pycomm import optim as optim
     from pycomm.communicator import Communicator
     from pycomm.ddp import DistributedDataParallel
     from pycomm.initialize import init
@@ -64,6 +65,8 @@ def __getattr__(name: str) -> Any:
             return version("pycomm-collectives")
         except PackageNotFoundError:  # on the path, but not installed
             return "not installed"
+    if name == "optim":  # needs torch
+        return importlib.import_module("pycomm.optim")
     if name not in _LAZY:
         raise AttributeError(f"module 'pycomm' has no attribute {name!r}")
     value = getattr(importlib.import_module(_LAZY[name]), name)

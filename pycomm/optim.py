@@ -10,7 +10,6 @@ with a warm-up that begins at the rate of one replica (Goyal et al., section 2.2
 from __future__ import annotations
 
 import math
-import weakref
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,7 +32,14 @@ class LRScaling:
     warmup_steps: int
 
 
-_scalings: weakref.WeakKeyDictionary[Optimizer, LRScaling] = weakref.WeakKeyDictionary()
+_RULES: tuple[Rule, ...] = ("linear", "sqrt")
+# In every parameter group, as numbers, which every kind of checkpoint takes: a rate that is loaded is known
+# to be scaled.
+_SIZE, _RULE, _WARMUP = "lr_scaling_world_size", "lr_scaling_rule", "lr_scaling_warmup_steps"
+
+
+def _factor(world_size: int, rule: Rule) -> float:
+    return float(world_size) if rule == "linear" else math.sqrt(world_size)
 
 
 def scale_lr(
@@ -44,7 +50,9 @@ def scale_lr(
     Group g's rate becomes lr_g · k with k = world_size ("linear") or √world_size ("sqrt"). During the first
     ``warmup_steps`` calls of the scheduler's ``step`` it rises in a straight line from lr_g to lr_g · k. What
     the optimizer's rate is at the time of the call counts as lr_g, so call it once, before other schedulers
-    are made; they then see the scaled rate (``SequentialLR``, ``ChainedScheduler``).
+    are made (they then see the scaled rate: ``SequentialLR``, ``ChainedScheduler``), and when training is
+    resumed before the optimizer's ``load_state_dict``, whose rates are scaled ones; that it was scaled, is
+    kept in the optimizer's state.
 
     Args:
         optimizer: any torch optimizer; its groups' ``lr`` and ``initial_lr`` change at once.
@@ -57,7 +65,8 @@ def scale_lr(
         warm-up. Its ``state_dict`` holds where the warm-up is.
 
     Raises:
-        ValueError: an argument is out of range, or the optimizer was scaled before.
+        ValueError: an argument is out of range, or the optimizer, or the one whose state it has loaded, was
+            scaled before.
         TypeError: ``optimizer`` is no torch optimizer.
 
     Example:
@@ -75,17 +84,20 @@ def scale_lr(
     steps: Any = warmup_steps
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"scale_lr: world_size must be an integer of at least 1, got {world_size!r}")
-    if rule not in ("linear", "sqrt"):
+    if rule not in _RULES:
         raise ValueError(f"scale_lr: rule must be 'linear' or 'sqrt', got {rule!r}")
     if not isinstance(steps, int) or steps < 0:
         raise ValueError(f"scale_lr: warmup_steps must be an integer of at least 0, got {warmup_steps!r}")
-    if optimizer in _scalings:
-        raise ValueError(f"scale_lr: this optimizer was scaled before: {_scalings[optimizer]}")
-    factor = float(world_size) if rule == "linear" else math.sqrt(world_size)
+    if (before := scaling_of(optimizer)) is not None:
+        raise ValueError(
+            f"scale_lr: this optimizer, or the one whose state it has loaded, was scaled before ({before}), "
+            "so its rate would be scaled twice; to resume, call scale_lr first and load_state_dict then"
+        )
+    factor = _factor(world_size, rule)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * factor  # a new tensor where the rate is one: graphs may hold the old
         group["initial_lr"] = group["lr"]
-    _scalings[optimizer] = LRScaling(world_size, rule, factor, warmup_steps)
+        group |= {_SIZE: world_size, _RULE: _RULES.index(rule), _WARMUP: warmup_steps}
 
     def share(step: int) -> float:
         """Of the scaled rate, after ``step`` steps."""
@@ -97,7 +109,7 @@ def scale_lr(
 
 
 def scaling_of(optimizer: Optimizer) -> LRScaling | None:
-    """What :func:`scale_lr` did to this optimizer; None where it was never called.
+    """What :func:`scale_lr` did to this optimizer, or to the one whose state it has loaded; None: nothing.
 
     Example:
         >>> import torch, pycomm.optim
@@ -105,4 +117,8 @@ def scaling_of(optimizer: Optimizer) -> LRScaling | None:
         >>> pycomm.optim.scaling_of(adam) is None
         True
     """
-    return _scalings.get(optimizer)
+    for group in optimizer.param_groups:
+        if _SIZE in group:
+            size, rule = int(group[_SIZE]), _RULES[int(group[_RULE])]
+            return LRScaling(size, rule, _factor(size, rule), int(group[_WARMUP]))
+    return None

@@ -9,7 +9,7 @@ from torch import nn
 
 from pycomm.communicator import Communicator
 from pycomm.ddp.consistency import compare, tensors_of
-from pycomm.ddp.stats import described_buckets, described_rates, described_step
+from pycomm.ddp.stats import Times, described_buckets, described_rates, described_step
 
 if TYPE_CHECKING:
     from pycomm.ddp.reducer import Reducer
@@ -52,7 +52,7 @@ class Facts:
             ``n_parameters``, ``dtype``, ``bytes``, ``wire_bytes`` and ``algorithm``; ``global_batch``: the
             sum of the numbers given to the last ``weighted``, or None; ``optimizers``: for each one
             ``learning_rates``, ``scaling_rule`` and ``scaling_factor``. With one rank nothing is measured:
-            ``step`` is 0 and ``buckets`` is empty.
+            ``step`` and the times are 0, and ``buckets`` is empty.
 
         Example:
             >>> import pycomm, torch
@@ -65,7 +65,8 @@ class Facts:
         facts: dict[str, Any] = {"world_size": self.communicator.size, "rank": self.communicator.rank}
         reducer = self._reducer
         if reducer is None:
-            facts |= {"step": 0, "buckets": []}
+            facts |= described_step(Times(self.communicator.rank, self.communicator.size))
+            facts["buckets"] = []
         else:
             facts |= described_step(reducer.times)
             in_arena = self.gradient_as_bucket_view

@@ -101,3 +101,21 @@ def test_twice_is_refused():
 def test_something_else_is_refused():
     with pytest.raises(TypeError, match="Optimizer"):
         scale_lr(nn.Linear(2, 2), world_size=2)
+
+
+def test_a_rate_that_was_loaded_is_not_scaled_twice():
+    first = sgd(0.1, 0.3)
+    scale_lr(first, world_size=4, rule="sqrt", warmup_steps=2)
+    saved = first.state_dict()
+    second = sgd(0.1, 0.3)
+    second.load_state_dict(saved)
+    assert scaling_of(second) == scaling_of(first)
+    with pytest.raises(
+        ValueError, match=r"scaled before.*to resume, call scale_lr first and load_state_dict"
+    ):
+        scale_lr(second, world_size=4, rule="sqrt")
+    assert [g["lr"] for g in second.param_groups] == [g["lr"] for g in first.param_groups]
+    resumed = sgd(0.1, 0.3)
+    scale_lr(resumed, world_size=4, rule="sqrt", warmup_steps=2)
+    resumed.load_state_dict(saved)
+    assert [g["lr"] for g in resumed.param_groups] == [g["lr"] for g in first.param_groups]
