@@ -1,4 +1,4 @@
-"""torch.distributed on pycomm, next to gloo: every line that must hold, and what the agreement check costs.
+"""torch.distributed on pycomm, next to gloo: every line that must hold.
 
     python bench/torch_backend.py [--launches 3] [--seconds 1.0] [--json FILE]
 
