@@ -91,7 +91,7 @@ tsan asan: $(READY)
 # The CUDA kernels: by nvcc for all architectures, with the assertions on the machine code (no GPU needed); and
 # executed on the CPU, optimised (tsan and asan execute them as well).
 cuda: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check nvidia-cuda-cuobjdump
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 	@$(call configure,cuda)
 	@$(BIN)/cmake --build --preset cuda
 	$(BIN)/python tools/check_sass.py build/cuda/libpycomm_cuda.a

@@ -10,7 +10,7 @@ NVIDIA's cuobjdump:
   division or a conversion are the compiler's own recipes, so only kernels without a division are looked at
 
 Run: python tools/check_sass.py FILE. Prints a line per fault and exits with 1; with 2 when FILE holds no
-kernel or cuobjdump is missing (`pip install nvidia-cuda-cuobjdump`, or CUDA_HOME).
+kernel or cuobjdump is missing (`pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`, or CUDA_HOME).
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def cuobjdump() -> str:
     ):
         return path
     print(
-        "check_sass: cuobjdump was not found: pip install nvidia-cuda-cuobjdump, or set CUDA_HOME",
+        "check_sass: cuobjdump was not found: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm (which it "
+        "calls), or set CUDA_HOME",
         file=sys.stderr,
     )
     raise SystemExit(2)
