@@ -75,8 +75,8 @@ def cuobjdump() -> str:
     ):
         return path
     print(
-        "check_sass: cuobjdump was not found: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm (which it "
-        "calls), or set CUDA_HOME",
+        "check_sass: cuobjdump was not found: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm (which "
+        "it calls), or set CUDA_HOME",
         file=sys.stderr,
     )
     raise SystemExit(2)
