@@ -121,7 +121,7 @@ def _measure_one(comm: Communicator, kind: int, name: str, deadline: float, defa
                 if not _go_on(comm, deadline):
                     break
                 comm._c.set_selection(kind, [(2**64 - 1, algorithm, algorithm, tile)])
-                took = _time(comm, call, 5 if n_bytes < 1 << 20 else 3)
+                took = median_s(comm, call, 5 if n_bytes < 1 << 20 else 3)
                 if algorithm != fallback[1]:
                     took *= MARGIN
                 if best is None or took < best[0]:
@@ -145,7 +145,8 @@ def _go_on(comm: Communicator, deadline: float) -> bool:
     return bool(flag.item())
 
 
-def _time(comm: Communicator, call: Any, reps: int) -> float:
+def median_s(comm: Communicator, call: Any, reps: int) -> float:
+    """Seconds of a collective call on this rank: the median of ``reps``, all ranks starting together."""
     times = []
     for _ in range(reps + 1):  # the first lowers the plan
         comm.barrier()

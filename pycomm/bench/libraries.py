@@ -18,6 +18,7 @@ import pycomm
 from pycomm.bench.buffers import Memory, Slots
 from pycomm.bench.control import load_mpi
 from pycomm.bench.exact import PREMUL_FACTOR
+from pycomm.ops import NAMES
 
 __all__ = ["Gloo", "Library", "Mpi", "Pycomm"]
 
@@ -104,16 +105,7 @@ class Gloo:
 
     name = "gloo"
 
-    _OPS: ClassVar = {
-        "sum": dist.ReduceOp.SUM,
-        "product": dist.ReduceOp.PRODUCT,
-        "min": dist.ReduceOp.MIN,
-        "max": dist.ReduceOp.MAX,
-        "avg": dist.ReduceOp.AVG,
-        "band": dist.ReduceOp.BAND,
-        "bor": dist.ReduceOp.BOR,
-        "bxor": dist.ReduceOp.BXOR,
-    }
+    _OPS: ClassVar = {name: getattr(dist.ReduceOp, name.upper()) for name in NAMES if name != "premul_sum"}
 
     def __init__(self, memory: Memory) -> None:
         """Uses the default process group, which is gloo."""

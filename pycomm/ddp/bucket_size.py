@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
-import time
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from pycomm.communicator import Communicator
+from pycomm.tuning import median_s
 
 __all__ = ["DEFAULT_BYTES", "measured_bytes", "wanted_bytes"]
 
@@ -61,19 +61,12 @@ def measured_bytes(comm: Communicator, parameters: Sequence[nn.Parameter], overl
 
 def _measure(comm: Communicator) -> tuple[float, float]:
     """Medians of the slowest rank, the same on all."""
-    found = torch.tensor([_time(comm, n) for n in (_SMALL, _LARGE)], dtype=torch.float64)
+    tensors = [torch.zeros(n_bytes // 4) for n_bytes in (_SMALL, _LARGE)]
+    found = torch.tensor(
+        [median_s(comm, partial(comm.all_reduce, tensor), _REPEATS) for tensor in tensors],
+        dtype=torch.float64,
+    )
     comm.all_reduce(found, op="max")
     small, large = found.tolist()
     s_per_byte = max(0.0, large - small) / (_LARGE - _SMALL)
     return max(0.0, small - _SMALL * s_per_byte), s_per_byte
-
-
-def _time(comm: Communicator, n_bytes: int) -> float:
-    tensor = torch.zeros(n_bytes // 4)
-    times = []
-    for _ in range(_REPEATS + 1):  # the first lowers the plan
-        comm.barrier()
-        began = time.perf_counter()
-        comm.all_reduce(tensor)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pycomm.ddp.averaging import average
 from pycomm.ddp.problems import Problem
 
 if TYPE_CHECKING:
@@ -53,13 +54,10 @@ def reduce_late(reducer: Reducer, table: Tensor) -> None:
     Args:
         table: every rank's problems (pycomm/ddp/resolve.py).
     """
-    weight = reducer.weight
     for index in (table[:, :-1] == Problem.LATE).any(dim=0).nonzero().flatten().tolist():
         gradient, problem = reducer.parameters[index].grad, reducer.problems.get(index)
         if gradient is None or problem is Problem.JOINED:
             gradient = torch.zeros_like(reducer.parameters[index])
         elif problem is Problem.LATE and index in reducer.stand_ins:
             gradient.add_(reducer.stand_ins[index])  # nothing had come when the bucket was launched
-        if weight == 0:
-            gradient.zero_()
-        reducer.comm.all_reduce(gradient.detach(), op="avg" if weight is None else ("premul_sum", weight))
+        average(reducer.comm, [gradient.detach()], reducer.weight)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pycomm.ddp import asleep
 from pycomm.ddp.agree import check_agreement, digest
+from pycomm.ddp.averaging import average
 from pycomm.ddp.late import reduce_late
 from pycomm.ddp.problems import Problem, Whole, report
 from pycomm.ddp.sparse import sparse_average
@@ -129,13 +130,6 @@ def _loosen(reducer: Reducer, table: Tensor) -> None:
     reducer.rebuild()
 
 
-def _average(reducer: Reducer, gradients: list[Tensor]) -> None:
-    weight = reducer.weight
-    if weight == 0:
-        torch._foreach_zero_(gradients)
-    reducer.comm.all_reduce(gradients, op="avg" if weight is None else ("premul_sum", weight))
-
-
 def _agreed_structure(reducer: Reducer) -> Structure:
     """The module's parameters as they are now, on all ranks alike, or an error."""
     structure = reducer.look()
@@ -191,7 +185,7 @@ def _adopt(reducer: Reducer, structure: Structure, table: Tensor) -> None:
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         if parameter.grad.layout is not torch.strided:
             parameter.grad = parameter.grad.to_dense()
-        _average(reducer, [parameter.grad.detach()])
+        average(comm, [parameter.grad.detach()], reducer.weight)
     reducer.adopt(structure)
     still = {id(p): i for i, p in enumerate(reducer.parameters)}
     reducer.plan.loose.update(still[key] for key in loose if key in still)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from pycomm.ddp.averaging import average
 from pycomm.ddp.resolve import agree_on_structure
 from pycomm.ddp.tally import REDUCING
 
@@ -176,10 +177,7 @@ class _Capture:
         for index in is_asked.nonzero().flatten().tolist():
             gradient = self._captured.get(index)
             mine = torch.zeros_like(parameters[index]) if gradient is None else gradient.detach()
-            if self._weight == 0:
-                mine.zero_()
             by_dtype.setdefault(mine.dtype, []).append(mine)
-        op: Any = "avg" if self._weight is None else ("premul_sum", self._weight)
         for gradients in by_dtype.values():
-            comm.all_reduce(gradients, op=op)
+            average(comm, gradients, self._weight)
         self._captured = {}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pycomm.communicator import Communicator
+from pycomm.ddp.averaging import average as average_dense
 from pycomm.ddp.hooks import LooseHook
 
 __all__ = ["reduce_loose", "sparse_average"]
@@ -93,7 +94,7 @@ def _reduce_dense(
         average = hook.reduce(row, parameter, gradient.detach(), weight)
         gradient.copy_(average.to_dense() if average.layout is not torch.strided else average)
     else:
-        comm.all_reduce(gradient.detach(), op="avg" if weight is None else ("premul_sum", weight))
+        average_dense(comm, [gradient.detach()], weight)
     parameter.grad = gradient
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from pycomm import _C
 from pycomm.communicator import Communicator
+from pycomm.ddp.averaging import operation
 from pycomm.work import Work
 
 __all__ = ["Compression", "PlainWire", "WIRE_DTYPES", "Wire", "pack", "unpack"]
@@ -103,11 +104,10 @@ class PlainWire:
 
     def start(self, gradients: list[Tensor], weight: float | None, async_op: bool) -> None:
         """One coalesced call; gradients have one dtype and any layout."""
-        op: Any = "avg" if weight is None else ("premul_sum", weight)
         whole = self._views is not None and all(map(is_, gradients, self._views))
         # A list counts as the concatenation of its tensors, so ranks may differ in which they give.
         tensors = self._buffer if whole else gradients
-        work = self._comm.all_reduce(tensors, op=op, async_op=async_op)
+        work = self._comm.all_reduce(tensors, op=operation(weight), async_op=async_op)
         self._work = work if async_op else None
 
     def finish(self) -> None:

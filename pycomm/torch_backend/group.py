@@ -26,6 +26,7 @@ from torch._C import _distributed_c10d as c10d
 
 from pycomm.errors import CommError
 from pycomm.initialize import init
+from pycomm.ops import NAMES
 from pycomm.torch_backend import sparse
 from pycomm.torch_backend.errors import as_torchs
 from pycomm.torch_backend.monitored_barrier import MonitoredBarrier
@@ -38,16 +39,7 @@ from pycomm.work import Work
 __all__ = ["ProcessGroup"]
 
 _Kind: Any = c10d.ReduceOp.RedOpType
-_OPS = {
-    _Kind.SUM: "sum",
-    _Kind.AVG: "avg",
-    _Kind.PRODUCT: "product",
-    _Kind.MIN: "min",
-    _Kind.MAX: "max",
-    _Kind.BAND: "band",
-    _Kind.BOR: "bor",
-    _Kind.BXOR: "bxor",
-}
+_OPS = {getattr(_Kind, name.upper()): name for name in NAMES if name != "premul_sum"}
 Call = Callable[..., Any]  #: of ``async_op`` and ``timeout``
 
 

@@ -1,8 +1,8 @@
 """monitored_barrier: a barrier through the group's store, whose error names the ranks that did not come.
 
-Rank 0 waits for a key of each other rank, then tells all of
-them the outcome in one more key. No call of the engine is involved: a barrier that fails leaves the group
-usable, and one on a group that has failed tells who still lives. Keys are removed by who reads them last.
+Rank 0 waits for a key of each other rank, then tells all of them the outcome in one more key. No call of the
+engine is involved: a barrier that fails leaves the group usable, and one on a group that has failed tells who
+still lives. Keys are removed by who reads them last.
 """
 
 from __future__ import annotations

@@ -8,12 +8,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from pycomm._setup import DTYPE_CODES
+from pycomm.ddp.agree import as_bytes
 
 __all__ = ["movable", "plain", "plain_list", "reducible"]
 
@@ -61,6 +60,5 @@ def _movable(call: str, tensor: Tensor) -> Tensor:
         return tensor
     if not tensor.is_contiguous():
         raise TypeError(f"{call}: a tensor of {tensor.dtype} must be contiguous to be moved")
-    flat: Any = tensor.reshape(-1)
-    as_bytes: Tensor = flat.view(torch.uint8)
-    return as_bytes.view(*tensor.shape, tensor.element_size()) if tensor.dim() > 0 else as_bytes
+    flat = as_bytes(tensor)
+    return flat.view(*tensor.shape, tensor.element_size()) if tensor.dim() > 0 else flat

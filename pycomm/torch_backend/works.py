@@ -107,8 +107,7 @@ class Pending(dist.Work):
     def source_rank(self) -> int:
         return self._works[-1].source()
 
-    def _source_rank(self) -> int:
-        return self._works[-1].source()
+    _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
         futures = [work.get_future() for work in self._works]

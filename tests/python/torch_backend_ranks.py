@@ -12,18 +12,10 @@ import torch
 import torch.distributed as dist
 
 import pycomm
+from pycomm.ops import NAMES
 
 KIND = dist.ReduceOp.RedOpType
-OPS: dict[str, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "avg": dist.ReduceOp.AVG,
-    "band": dist.ReduceOp.BAND,
-    "bor": dist.ReduceOp.BOR,
-    "bxor": dist.ReduceOp.BXOR,
-}
+OPS: dict[str, Any] = {name: getattr(dist.ReduceOp, name.upper()) for name in NAMES if name != "premul_sum"}
 
 
 def start(
