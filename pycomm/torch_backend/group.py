@@ -29,6 +29,7 @@ from pycomm.initialize import init
 from pycomm.ops import NAMES
 from pycomm.torch_backend import sparse
 from pycomm.torch_backend.errors import as_torchs
+from pycomm.torch_backend.integer_mean import as_sum, division
 from pycomm.torch_backend.monitored_barrier import MonitoredBarrier
 from pycomm.torch_backend.recording import Event, is_recording
 from pycomm.torch_backend.tensors import movable, reducible
@@ -144,7 +145,13 @@ class ProcessGroup(dist.ProcessGroup):
     # ---- making calls -----------------------------------------------------------------------------------
 
     def _make(
-        self, name: str, options: Any, given: list[Tensor], outputs: list[Tensor], calls: Sequence[Call]
+        self,
+        name: str,
+        options: Any,
+        given: list[Tensor],
+        outputs: list[Tensor],
+        calls: Sequence[Call],
+        finish: Callable[[], None] | None = None,
     ) -> Any:
         """Makes calls in order; the work of all of them.
 
@@ -153,6 +160,7 @@ class ProcessGroup(dist.ProcessGroup):
             options: torch's of this call.
             given: what the caller gave, for the profiler.
             outputs: the work's result.
+            finish: what is left to do with them after the calls.
         """
         if not self._is_checked:
             self._check_backends()
@@ -160,12 +168,15 @@ class ProcessGroup(dist.ProcessGroup):
         try:
             if is_recording():
                 event = Event(name, given)
-                pending = Pending(self._start(calls, timeout, event), outputs, event)
+                pending = Pending(self._start(calls, timeout, event), outputs, event, finish)
                 return pending if is_async or not pending.wait() else Done(outputs)
             if is_async:
-                return Pending([call(async_op=True, timeout=timeout) for call in calls], outputs)
+                works = [call(async_op=True, timeout=timeout) for call in calls]
+                return Pending(works, outputs, finish=finish)
             for call in calls:
                 call(async_op=False, timeout=timeout)
+            if finish is not None:
+                finish()
             return Done(outputs)
         except CommError as error:
             raise as_torchs(error) from error
@@ -189,7 +200,8 @@ class ProcessGroup(dist.ProcessGroup):
             return sparse.all_reduce(self._comm, tensor, _op_of(opts.reduceOp))
         with self._refusing:
             op, [plain] = _op_of(opts.reduceOp), reducible("all_reduce", tensors)
-        return self._make("all_reduce", opts, tensors, tensors, [partial(self._comm.all_reduce, plain, op)])
+        calls = [partial(self._comm.all_reduce, plain, as_sum(op, plain))]
+        return self._make("all_reduce", opts, tensors, tensors, calls, division(op, [plain], self._comm.size))
 
     @Untraced
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -202,11 +214,11 @@ class ProcessGroup(dist.ProcessGroup):
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         calls = [
             lambda group=(group[0] if len(group) == 1 else group), **how: self._comm.all_reduce(
-                group, op, **how
+                group, as_sum(op, group if isinstance(group, Tensor) else group[0]), **how
             )
             for group in by_dtype.values()
         ]
-        return self._make("all_reduce", opts, tensors, tensors, calls)
+        return self._make("all_reduce", opts, tensors, tensors, calls, division(op, found, self._comm.size))
 
     @Untraced
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -222,8 +234,9 @@ class ProcessGroup(dist.ProcessGroup):
         """See torch.distributed.reduce."""
         with self._refusing:
             [tensor], op, root = reducible("reduce", tensors), _op_of(opts.reduceOp), opts.rootRank
-        calls = [lambda **how: self._comm.reduce(tensor, root, op, **how)]
-        return self._make("reduce", opts, tensors, tensors, calls)
+        calls = [lambda **how: self._comm.reduce(tensor, root, as_sum(op, tensor), **how)]
+        finish = division(op, [tensor] if self._comm.rank == root else [], self._comm.size)
+        return self._make("reduce", opts, tensors, tensors, calls, finish)
 
     @Untraced
     def allgather(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
@@ -286,13 +299,14 @@ class ProcessGroup(dist.ProcessGroup):
         """See torch.distributed.reduce_scatter; the inputs of a list may differ in size."""
         opts = c10d.ReduceScatterOptions() if opts is None else opts
         with self._refusing:
-            op = _op_of(opts.reduceOp)
-            pairs = [
-                (output, reducible("reduce_scatter", parts))
-                for output, parts in zip(reducible("reduce_scatter", outputs), input_lists, strict=True)
-            ]
-        calls = [lambda o=o, i=i, **how: self._comm.reduce_scatter(o, i, op, **how) for o, i in pairs]
-        return self._make("reduce_scatter", opts, input_lists[0], outputs, calls)
+            op, parts = _op_of(opts.reduceOp), reducible("reduce_scatter", outputs)
+            given = [reducible("reduce_scatter", inputs) for inputs in input_lists]
+            pairs = list(zip(parts, given, strict=True))
+        calls = [
+            lambda o=o, i=i, **how: self._comm.reduce_scatter(o, i, as_sum(op, o), **how) for o, i in pairs
+        ]
+        finish = division(op, parts, self._comm.size)
+        return self._make("reduce_scatter", opts, input_lists[0], outputs, calls, finish)
 
     @Untraced
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
@@ -306,11 +320,13 @@ class ProcessGroup(dist.ProcessGroup):
         """Several of them."""
         opts = c10d.ReduceScatterOptions() if opts is None else opts
         with self._refusing:
-            op = _op_of(opts.reduceOp)
-            given = reducible("reduce_scatter", inputs)
-            pairs = list(zip(reducible("reduce_scatter", outputs), given, strict=True))
-        calls = [lambda o=o, i=i, **how: self._comm.reduce_scatter(o, i, op, **how) for o, i in pairs]
-        return self._make("reduce_scatter_tensor", opts, inputs, outputs, calls)
+            op, parts = _op_of(opts.reduceOp), reducible("reduce_scatter", outputs)
+            pairs = list(zip(parts, reducible("reduce_scatter", inputs), strict=True))
+        calls = [
+            lambda o=o, i=i, **how: self._comm.reduce_scatter(o, i, as_sum(op, o), **how) for o, i in pairs
+        ]
+        finish = division(op, parts, self._comm.size)
+        return self._make("reduce_scatter_tensor", opts, inputs, outputs, calls, finish)
 
     @Untraced
     def all_to_all_single(

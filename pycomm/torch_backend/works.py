@@ -8,6 +8,7 @@ does not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -64,6 +65,7 @@ class Pending(dist.Work):
         works: what must end, in the order of their calls; a coalesced call has several.
         result: its output tensors.
         event: the call's event in a profiler, which ends with the works.
+        finish: what is left to do with the outputs when the works have ended well; may be called often.
     """
 
     def __init__(
@@ -71,9 +73,11 @@ class Pending(dist.Work):
         works: list[Work],
         result: list[torch.Tensor],
         event: Event | None = None,
+        finish: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self._works = works
+        self._finish = finish
         self._outputs = result
         self._event = event
 
@@ -86,13 +90,19 @@ class Pending(dist.Work):
             raise as_torchs(error) from error
         if self._event is not None:
             self._event.wait()
+        if self._finish is not None:
+            self._finish()
         return True
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        if not all(work.is_completed() for work in self._works):
+            return False
+        if self._finish is not None and self.exception() is None:
+            self._finish()  # what the caller reads next must be the result
+        return True
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
