@@ -18,7 +18,7 @@ REQUIRED := $(if $(filter true,$(CI)),-DPYCOMM_TESTS=ON -DPYCOMM_BENCH=ON)
 # ThreadSanitizer wants its addresses where it expects them; where setarch is not allowed it may do without.
 FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: demo test build venv test-cpp test-python test-torch lint format types layers tsan asan cuda emulated bench clean
+.PHONY: demo test build venv test-cpp test-python test-torch test-trainers lint format types layers tsan asan cuda emulated bench clean
 .DEFAULT_GOAL := test
 
 test: test-cpp test-python
@@ -63,6 +63,11 @@ test-python: build
 # torch's own tests of torch.distributed, on gloo and on pycomm (about twenty minutes of two cores); writes the table.
 test-torch: build
 	$(BIN)/python tests/python/torch_backend_table.py --write docs/torch-compatibility.md
+
+# Accelerate, Lightning and Ray Train on the backend "pycomm" (about four minutes of two cores); installs them.
+test-trainers: build
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-trainers.txt
+	$(BIN)/python -m pytest -m trainers -o faulthandler_timeout=390 tests/python/test_trainers.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
