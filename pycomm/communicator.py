@@ -235,6 +235,10 @@ class Communicator(Collectives, PointToPoint):
             self.abort(f"left by {kind.__name__}")
             self.close()
 
+    def __deepcopy__(self, memo: Any) -> Communicator:
+        """Itself: a copy of a module that communicates is one more user of the same connection."""
+        return self
+
     def __repr__(self) -> str:
         state = "failed" if self._c.failed else "closed" if self._c.closed else "open"
         return f"<pycomm.Communicator rank {self.rank} of {self.size}, {state}>"
