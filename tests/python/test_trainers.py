@@ -1,8 +1,8 @@
 """Trainers from outside on the backend "pycomm": each example of tests/python/trainers, as a user starts it.
 
 Each trains with two ranks on pycomm and on gloo. The loss and all parameters must be those of a loop of
-torch's own in one process, up to the rounding of float64, and pycomm's those of gloo bit for bit (of two ranks,
-a sum has one order only).
+torch's own in one process, up to the rounding of float64, and pycomm's those of gloo bit for bit (of two
+ranks, a sum has one order only).
 
 Run by ``make test-trainers``, which installs the trainers.
 """
