@@ -133,7 +133,7 @@ def blocks_only(rank: int, size: int) -> int:
             return out
 
     comm = pycomm.init()
-    mine = [torch.randn(1, 1, 4096 // size, 4, requires_grad=True) for _ in range(3)]
+    mine = [torch.randn(1, 1, 2048 // size, 2, requires_grad=True) for _ in range(3)]
     with Largest() as largest:
         ring_attention(*mine, is_causal=True, group=comm).sum().backward()
     return largest.seen
@@ -141,5 +141,5 @@ def blocks_only(rank: int, size: int) -> int:
 
 @pytest.mark.timeout(60)
 def test_no_matrix_of_scores_beyond_a_tile() -> None:
-    # 4096 positions: the whole matrix has 2^24 scores, a rank's block 2^22, a tile 2^18.
+    # 2048 positions: the whole matrix has 2^22 scores, a rank's block 2^20, a tile 2^18.
     assert max(run_ranks(2, blocks_only)) == 2**18
