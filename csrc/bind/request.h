@@ -17,7 +17,7 @@ namespace pycomm {
 
 struct PyCommunicator {
   std::shared_ptr<Node> node;
-  std::unique_ptr<Communicator> comm;
+  std::shared_ptr<Communicator> comm;
   bool deterministic = false;
   std::string forced[kNumCollectives];
 
@@ -25,7 +25,7 @@ struct PyCommunicator {
   ~PyCommunicator() {
     // In a forked child the threads that it knows of do not exist: joining them, or destroying what they
     // wait on, would hang. The memory goes with the process.
-    if (node != nullptr && node->forked()) static_cast<void>(comm.release());
+    if (node != nullptr && node->forked()) static_cast<void>(new std::shared_ptr(std::move(comm)));
   }
   PyCommunicator(const PyCommunicator&) = delete;
   PyCommunicator& operator=(const PyCommunicator&) = delete;

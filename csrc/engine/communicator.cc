@@ -13,8 +13,8 @@ namespace pycomm {
 
 Status Communicator::create(std::shared_ptr<Node> node, std::vector<int> node_ranks, int rank,
                             double timeout_s, const std::vector<uint64_t>& controls,
-                            std::unique_ptr<Communicator>* out) {
-  std::unique_ptr<Communicator> c(new Communicator);
+                            std::shared_ptr<Communicator>* out) {
+  std::shared_ptr<Communicator> c(new Communicator);
   const int size = static_cast<int>(node_ranks.size());
   c->group_ = std::make_unique<Group>(std::move(node), std::move(node_ranks), rank, timeout_s, controls);
   c->engine_ = std::make_unique<Engine>(*c->group_);
@@ -122,7 +122,7 @@ Status Communicator::run(Request& request, CallerHooks* hooks) {
   }
   // Behind what is queued. The request stays ours: we wait for its end before we return.
   auto work = std::make_shared<Work>();
-  PYCOMM_RETURN_IF_ERROR(enqueue(std::make_unique<Request>(request), work));
+  PYCOMM_RETURN_IF_ERROR(enqueue(std::make_unique<Request>(request), work, false));
   bool finished;
   Status s = work->wait(-1, hooks, &finished);
   if (s.code() == Code::kInterrupt && !work->done()) {
@@ -134,13 +134,18 @@ Status Communicator::run(Request& request, CallerHooks* hooks) {
 
 std::shared_ptr<Work> Communicator::start(std::unique_ptr<Request> request) {
   auto work = std::make_shared<Work>();
+  work->set_communicator(weak_from_this());
   Status s = check_usable();
-  if (s.ok()) s = enqueue(std::move(request), work);
+  if (s.ok()) {
+    const Signature& sig = request->call.sig;
+    const bool small = sig.kind != CallKind::kAllToAll && sig.count * dtype_size(sig.dtype) <= kEagerBytes;
+    s = enqueue(std::move(request), work, small);
+  }
   if (!s.ok()) work->finish(std::move(s));
   return work;
 }
 
-Status Communicator::enqueue(std::unique_ptr<Request> request, std::shared_ptr<Work> work) {
+Status Communicator::enqueue(std::unique_ptr<Request> request, std::shared_ptr<Work> work, bool patient) {
   {
     std::lock_guard lock(mutex_);
     if (stop_) return Status::error(Code::kClosed, "the communicator is closed");
@@ -149,34 +154,93 @@ Status Communicator::enqueue(std::unique_ptr<Request> request, std::shared_ptr<W
     } catch (const std::system_error& e) {
       return Status::error(Code::kSystem, format("cannot start the progress thread: %s", e.what()));
     }
-    queue_.push_back({std::move(request), std::move(work)});
+    patient = patient && queue_.empty();
+    queue_.push_back({std::move(request), std::move(work), patient ? monotonic_s() + kPatienceS : 0});
     waiting_.fetch_add(1);
+    if (patient && watching_) return Status();
   }
   cv_.notify_all();
   return Status();
 }
 
+void Communicator::hurry() {
+  std::lock_guard lock(mutex_);
+  if (queue_.empty()) return;
+  queue_.front().patient_until_s = 0;
+  cv_.notify_all();
+}
+
+bool Communicator::run_here(const Work& work, CallerHooks* hooks) {
+  std::unique_lock lock(mutex_);
+  if (group_->node()->forked() || queue_.empty() || queue_.front().work.get() != &work) return false;
+  if (stop_ || busy_.exchange(true)) {
+    queue_.front().patient_until_s = 0;
+    cv_.notify_all();
+    return false;
+  }
+  Job job = std::move(queue_.front());
+  queue_.pop_front();
+  lock.unlock();
+  finish(std::move(job), hooks);
+  if (waiting_.load() != 0) {
+    lock.lock();
+    cv_.notify_all();
+  }
+  return true;
+}
+
+// The caller has set busy_.
+void Communicator::finish(Job job, CallerHooks* hooks) {
+  Status s = execute(*job.request, hooks);
+  busy_.store(false);
+  // Only now: a caller that sees no waiting jobs may run inline.
+  waiting_.fetch_sub(1);
+  job.work->finish(std::move(s));
+}
+
+// Returns when the first job is the progress thread's to run, or there is none and never will be.
+void Communicator::wait_for_job(std::unique_lock<std::mutex>& lock) {
+  using std::chrono::duration;
+  double watch_until_s = 0;
+  while (!stop_) {
+    const double now_s = monotonic_s();
+    if (queue_.empty()) {
+      watching_ = now_s < watch_until_s;
+      if (watching_)
+        cv_.wait_for(lock, duration<double>(kPatienceS));
+      else
+        cv_.wait(lock);
+    } else {
+      const double left_s = queue_.front().patient_until_s - now_s;
+      if (queue_.size() > 1 || left_s <= 0) break;
+      watch_until_s = now_s + kWatchS;
+      watching_ = true;
+      cv_.wait_for(lock, duration<double>(left_s));
+    }
+  }
+  watching_ = false;
+}
+
 void Communicator::serve() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    cv_.wait(lock, [this] { return stop_ || !queue_.empty(); });
+    wait_for_job(lock);
     if (queue_.empty()) break;
-    while (busy_.exchange(true)) cv_.wait(lock);
+    if (busy_.exchange(true)) {
+      cv_.wait(lock);  // whoever is busy notifies, and may have taken the job
+      continue;
+    }
     Job job = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
-    Status s = execute(*job.request, nullptr);
-    busy_.store(false);
-    // Only now: a caller that sees no waiting jobs may run inline.
-    waiting_.fetch_sub(1);
-    job.work->finish(std::move(s));
+    finish(std::move(job), nullptr);
     lock.lock();
   }
   cv_.notify_all();  // close() waits for the last job
 }
 
 Status Communicator::split(int64_t color, int64_t key, int64_t plan, CallerHooks* hooks,
-                           std::unique_ptr<Communicator>* out) {
+                           std::shared_ptr<Communicator>* out) {
   constexpr size_t kRow = 4;
   out->reset();
   uint64_t offset = 0;

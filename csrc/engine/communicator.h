@@ -1,9 +1,11 @@
 // A communicator: the ranks that call collectives together, and the order of this rank's calls.
 //
 // Collectives run in program order. A synchronous call on an idle communicator runs on the caller's thread;
-// otherwise, and for asynchronous calls, a progress thread runs the queue. Every method may be called from
-// any thread; two threads that call collectives at once are served one after the other (their order across
-// ranks is the callers' affair). Point-to-point transfers have a life of their own (engine/p2p.h).
+// otherwise, and for asynchronous calls, a progress thread runs the queue. It leaves a small call, when that
+// is all there is, to a caller who comes to wait for it, but no longer than kPatienceS. Every method may be
+// called from any thread; two threads that call collectives at once are served one after the other (their
+// order across ranks is the callers' affair). Point-to-point transfers have a life of their own
+// (engine/p2p.h).
 #pragma once
 
 #include <atomic>
@@ -30,11 +32,17 @@ struct Request {
   double timeout_s = 0;  // 0: the communicator's
 };
 
-class Communicator {
+// Switching to the progress thread and back costs 10 to 100 us; torch's functional collectives take 50 us
+// from making a call to waiting for it.
+inline constexpr double kPatienceS = 200e-6;
+// How long after such a call the thread looks every kPatienceS, so that the next one needs not wake it.
+inline constexpr double kWatchS = 20e-3;
+
+class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   // `controls`: the offset of every rank's control block. The ranks of a fresh node use offset 0.
   static Status create(std::shared_ptr<Node> node, std::vector<int> node_ranks, int rank, double timeout_s,
-                       const std::vector<uint64_t>& controls, std::unique_ptr<Communicator>* out);
+                       const std::vector<uint64_t>& controls, std::shared_ptr<Communicator>* out);
   ~Communicator();
 
   int rank() const { return group_->rank(); }
@@ -47,11 +55,15 @@ class Communicator {
   Status prepare(Request* request, const char* algorithm);
   Status run(Request& request, CallerHooks* hooks);
   std::shared_ptr<Work> start(std::unique_ptr<Request> request);
+  // Runs the call of this work on the calling thread, if it is the next and nobody has begun it.
+  bool run_here(const Work& work, CallerHooks* hooks);
+  // Has the progress thread begin what is queued.
+  void hurry();
 
   // Collective over this communicator. Negative color: this rank gets no child (null). `plan` must be the
   // same on all ranks: new_group's list, hashed.
   Status split(int64_t color, int64_t key, int64_t plan, CallerHooks* hooks,
-               std::unique_ptr<Communicator>* out);
+               std::shared_ptr<Communicator>* out);
   void abort(const std::string& why);
   // Waits for what runs and what is queued (bounded by the timeout), then leaves. Idempotent. kInterrupt:
   // Ctrl-C came; the communicator was aborted, and is closed all the same.
@@ -64,11 +76,14 @@ class Communicator {
   struct Job {
     std::unique_ptr<Request> request;
     std::shared_ptr<Work> work;
+    double patient_until_s = 0;  // monotonic; the progress thread leaves it to the caller until then
   };
   Communicator() = default;
   Status execute(Request& request, CallerHooks* hooks);
-  Status enqueue(std::unique_ptr<Request> request, std::shared_ptr<Work> work);
+  Status enqueue(std::unique_ptr<Request> request, std::shared_ptr<Work> work, bool patient);
   void serve();
+  void wait_for_job(std::unique_lock<std::mutex>& lock);
+  void finish(Job job, CallerHooks* hooks);
 
   std::unique_ptr<Group> group_;
   std::unique_ptr<Engine> engine_;
@@ -84,6 +99,7 @@ class Communicator {
   std::condition_variable cv_;
   std::deque<Job> queue_;
   bool stop_ = false;
+  bool watching_ = false;  // the thread will look by itself, within kPatienceS
   std::thread thread_;
 };
 

@@ -4,6 +4,8 @@
 #include <chrono>
 #include <cmath>
 
+#include "engine/communicator.h"
+
 namespace pycomm {
 
 void Completions::push(uint64_t id) {
@@ -52,6 +54,12 @@ Status Work::result() const {
 Status Work::wait(double timeout_s, CallerHooks* hooks, bool* finished) {
   *finished = true;
   if (done()) return result();
+  if (const auto communicator = communicator_.lock()) {
+    if (timeout_s >= 0)  // shorter, it may be, than the call
+      communicator->hurry();
+    else if (communicator->run_here(*this, hooks))
+      return result();
+  }
   if (hooks != nullptr) hooks->before_block();
   const double end = timeout_s < 0 ? INFINITY : monotonic_s() + timeout_s;
   std::unique_lock lock(mutex_);
@@ -75,10 +83,14 @@ void Work::announce(std::shared_ptr<Completions> completions, uint64_t id) {
     std::lock_guard lock(mutex_);
     if (!done_.load(std::memory_order_relaxed)) {
       listeners_.emplace_back(std::move(completions), id);
-      return;
+      completions = nullptr;
     }
   }
-  completions->push(id);
+  if (completions != nullptr) {
+    completions->push(id);
+  } else if (const auto communicator = communicator_.lock()) {
+    communicator->hurry();  // nobody needs to wait for it
+  }
 }
 
 }  // namespace pycomm

@@ -1,7 +1,9 @@
 // The outcome of an asynchronous call, and a queue that tells one listener of many outcomes.
 //
 // A Work ends once, well or badly. Any number of threads may wait for it; a listener that must not block on
-// one of many (Python's thread that completes Futures) has each announced to its Completions instead.
+// one of many (Python's thread that completes Futures) has each announced to its Completions instead. Who
+// waits for a small call that nobody has begun runs it (Communicator::run_here): two switches of threads cost
+// more than the call.
 #pragma once
 
 #include <atomic>
@@ -15,6 +17,8 @@
 #include "engine/group.h"
 
 namespace pycomm {
+
+class Communicator;
 
 class Completions {
  public:
@@ -34,6 +38,8 @@ class Work {
  public:
   void finish(Status status);
   bool done() const { return done_.load(std::memory_order_acquire); }
+  // Of whose queue it is; before the work is shown to anybody.
+  void set_communicator(std::weak_ptr<Communicator> communicator) { communicator_ = std::move(communicator); }
   // Waits at most timeout_s (negative: for ever); false when the time is over. `hooks` as in Engine::run.
   Status wait(double timeout_s, CallerHooks* hooks, bool* finished);
   // Pushes `id` when the call ends, at once when it has.
@@ -43,6 +49,7 @@ class Work {
 
  private:
   std::atomic<bool> done_{false};
+  std::weak_ptr<Communicator> communicator_;
   mutable std::mutex mutex_;
   std::condition_variable cv_;
   Status status_;

@@ -157,7 +157,7 @@ TEST(Threads, TwoAtOnceAreServedOneAfterTheOther) {
 TEST(Split, ByColorAndKey) {
   run_ranks(5, [](TestRank& self) {
     // Even and odd ranks, in reverse order.
-    std::unique_ptr<Communicator> child;
+    std::shared_ptr<Communicator> child;
     PYCOMM_ASSERT_OK(self.comm->split(self.rank % 2, -self.rank, 0, nullptr, &child));
     ASSERT_NE(child, nullptr);
     const bool even = self.rank % 2 == 0;
@@ -187,7 +187,7 @@ TEST(Split, ByColorAndKey) {
 TEST(Split, EqualKeysKeepTheOrderAndNegativeColorsStayOut) {
   run_ranks(4, [](TestRank& self) {
     const size_t before = self.arena().bytes_in_use();
-    std::unique_ptr<Communicator> child;
+    std::shared_ptr<Communicator> child;
     PYCOMM_ASSERT_OK(self.comm->split(self.rank == 1 ? -1 : 7, 0, 0, nullptr, &child));
     if (self.rank == 1) {
       EXPECT_EQ(child, nullptr);
@@ -206,7 +206,7 @@ TEST(Split, EqualKeysKeepTheOrderAndNegativeColorsStayOut) {
 
 TEST(Split, ChildrenOfChildrenOutliveAndOutdieTheirParents) {
   run_ranks(8, [](TestRank& self) {
-    std::unique_ptr<Communicator> half, quarter, one;
+    std::shared_ptr<Communicator> half, quarter, one;
     PYCOMM_ASSERT_OK(self.comm->split(self.rank / 4, self.rank, 0, nullptr, &half));
     PYCOMM_ASSERT_OK(half->split(half->rank() / 2, half->rank(), 0, nullptr, &quarter));
     PYCOMM_ASSERT_OK(quarter->split(quarter->rank(), 0, 0, nullptr, &one));
@@ -236,7 +236,7 @@ TEST(Split, ARefusedSplitLeavesNothingBehind) {
       request.refusal = "no";
       PYCOMM_ASSERT_OK(self.comm->run(request, nullptr));
     } else {
-      std::unique_ptr<Communicator> child;
+      std::shared_ptr<Communicator> child;
       EXPECT_EQ(self.comm->split(0, 0, 0, nullptr, &child).code(), Code::kRefused);
       EXPECT_EQ(child, nullptr);
     }
@@ -252,7 +252,7 @@ TEST(Split, APlanThatDiffersIsAMismatchOnAllRanksAndLeavesNothingBehind) {
       const size_t before = self.arena().bytes_in_use();
       const int64_t plan = self.rank == who ? 17 : -4;
       const int64_t color = self.rank == 2 ? -1 : 0;
-      std::unique_ptr<Communicator> child;
+      std::shared_ptr<Communicator> child;
       const Status s = self.comm->split(color, 0, plan, nullptr, &child);
       ASSERT_EQ(s.code(), Code::kMismatch) << s.message();
       const std::string culprits = format("rank 0 and rank %d gave different lists", std::max(who, 1));

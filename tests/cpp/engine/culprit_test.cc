@@ -38,7 +38,7 @@ class Pages {
 Status run_ring(const std::string& folder, int rank, double timeout_s, const Pages& in, const Pages& out) {
   std::shared_ptr<Node> node;
   PYCOMM_RETURN_IF_ERROR(Node::join(folder, rank, kRanks, kControlBytes, kDeadlineS, nullptr, &node));
-  std::unique_ptr<Communicator> comm;
+  std::shared_ptr<Communicator> comm;
   PYCOMM_RETURN_IF_ERROR(Communicator::create(node, {0, 1, 2}, rank, timeout_s, {0, 0, 0}, &comm));
   std::unique_ptr<Plan> plan;
   PYCOMM_RETURN_IF_ERROR(make_plan(*find_algorithm(Collective::kAllReduce, "ring"), rank, kRanks, 0, 0,

@@ -50,7 +50,7 @@ struct TestRank {
   int rank = 0;
   int size = 1;
   std::shared_ptr<Node> node;
-  std::unique_ptr<Communicator> comm;
+  std::shared_ptr<Communicator> comm;
 
   Arena& arena() const { return *node->arena(); }
 };
