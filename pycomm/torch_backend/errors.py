@@ -33,8 +33,8 @@ _KINDS: tuple[tuple[type[CommError], type[DistCommError]], ...] = (
 )
 
 
-def as_torchs(error: CommError) -> CommError:
-    """The same error in torch's family, too.
+def as_torchs(error: CommError, more: str = "") -> CommError:
+    """The same error in torch's family, too, with ``more`` behind its text.
 
     One of a deadline says "Timed out", as gloo's do: people's scripts look for these words.
     """
@@ -43,4 +43,4 @@ def as_torchs(error: CommError) -> CommError:
     text = str(error)
     if isinstance(error, CommTimeoutError) and ": waited " in text:
         text = text.replace(": waited ", ": Timed out after waiting ", 1)
-    return next(theirs for ours, theirs in _KINDS if isinstance(error, ours))(text)
+    return next(theirs for ours, theirs in _KINDS if isinstance(error, ours))(text + more)

@@ -30,30 +30,22 @@ from pycomm.ops import NAMES
 from pycomm.torch_backend import sparse
 from pycomm.torch_backend.errors import as_torchs
 from pycomm.torch_backend.integer_mean import as_sum, division
+from pycomm.torch_backend.making import Maker
 from pycomm.torch_backend.monitored_barrier import MonitoredBarrier
-from pycomm.torch_backend.recording import Event, is_recording
 from pycomm.torch_backend.tensors import movable, reducible
 from pycomm.torch_backend.untraced import Untraced
-from pycomm.torch_backend.works import Done, Pending
 from pycomm.work import Work
 
 __all__ = ["ProcessGroup"]
 
 _Kind: Any = c10d.ReduceOp.RedOpType
 _OPS = {getattr(_Kind, name.upper()): name for name in NAMES if name != "premul_sum"}
-Call = Callable[..., Any]  #: of ``async_op`` and ``timeout``
 
 
 def _op_of(reduce_op: Any) -> Any:
     """pycomm's word for torch's operation."""
     word = _OPS.get(reduce_op.op)
     return word if word is not None else ("premul_sum", float(reduce_op.__getstate__()[1]))
-
-
-def _limit(options: Any) -> float | None:
-    """Seconds that one call may take; torch's "unset" is negative."""
-    limit: float = options.timeout.total_seconds()
-    return limit if limit > 0 else None
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -73,6 +65,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._refusing = self._comm._refusing
         self._is_checked = False
         self._barriers = MonitoredBarrier(store, rank, size)
+        self._maker = Maker(self, self._comm, store)
 
     # ---- what it is -------------------------------------------------------------------------------------
 
@@ -142,54 +135,12 @@ class ProcessGroup(dist.ProcessGroup):
             )
         self._is_checked = True
 
-    # ---- making calls -----------------------------------------------------------------------------------
+    # ---- collectives ---------------------------------------------------------------------------------
 
-    def _make(
-        self,
-        name: str,
-        options: Any,
-        given: list[Tensor],
-        outputs: list[Tensor],
-        calls: Sequence[Call],
-        finish: Callable[[], None] | None = None,
-    ) -> Any:
-        """Makes calls in order; the work of all of them.
-
-        Args:
-            name: for the profiler.
-            options: torch's of this call.
-            given: what the caller gave, for the profiler.
-            outputs: the work's result.
-            finish: what is left to do with them after the calls.
-        """
+    def _make(self, *call: Any) -> Any:
         if not self._is_checked:
             self._check_backends()
-        is_async, timeout = getattr(options, "asyncOp", True), _limit(options)
-        try:
-            if is_recording():
-                event = Event(name, given)
-                pending = Pending(self._start(calls, timeout, event), outputs, event, finish)
-                return pending if is_async or not pending.wait() else Done(outputs)
-            if is_async:
-                works = [call(async_op=True, timeout=timeout) for call in calls]
-                return Pending(works, outputs, finish=finish)
-            for call in calls:
-                call(async_op=False, timeout=timeout)
-            if finish is not None:
-                finish()
-            return Done(outputs)
-        except CommError as error:
-            raise as_torchs(error) from error
-
-    @staticmethod
-    def _start(calls: Sequence[Call], timeout: float | None, event: Event) -> list[Work]:
-        works: list[Work] = []
-        try:
-            for call in calls:
-                works.append(call(async_op=True, timeout=timeout))
-        finally:
-            event.end_with(works)
-        return works
+        return self._maker.make(*call)
 
     @Untraced
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -197,7 +148,8 @@ class ProcessGroup(dist.ProcessGroup):
         opts = c10d.AllreduceOptions() if opts is None else opts
         [tensor] = tensors
         if tensor.layout is not torch.strided:
-            return sparse.all_reduce(self._comm, tensor, _op_of(opts.reduceOp))
+            with self._maker.noting("all_reduce", tensors):
+                return sparse.all_reduce(self._comm, tensor, _op_of(opts.reduceOp))
         with self._refusing:
             op, [plain] = _op_of(opts.reduceOp), reducible("all_reduce", tensors)
         calls = [partial(self._comm.all_reduce, plain, as_sum(op, plain))]
@@ -375,30 +327,27 @@ class ProcessGroup(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Any:
         """See torch.distributed.isend."""
         [tensor] = movable("send", tensors)
-        return self._transfer("send", tensors, lambda: self._comm.isend(tensor, dst, tag))
+        peers = f"{self._comm.rank}->{dst}"
+        return self._transfer("send", peers, tensors, lambda: self._comm.isend(tensor, dst, tag))
 
     @Untraced
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> Any:
         """See torch.distributed.irecv."""
         [tensor] = movable("recv", tensors)
-        return self._transfer("recv", tensors, lambda: self._comm.irecv(tensor, src, tag))
+        peers = f"{self._comm.rank}<-{src}"
+        return self._transfer("recv", peers, tensors, lambda: self._comm.irecv(tensor, src, tag))
 
     @Untraced
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         """See torch.distributed.irecv without ``src``."""
         [tensor] = movable("recv", tensors)
-        return self._transfer("recvAnySource", tensors, lambda: self._comm.irecv(tensor, None, tag))
+        peers = f"{self._comm.rank}<--1"
+        return self._transfer("recvAnySource", peers, tensors, lambda: self._comm.irecv(tensor, None, tag))
 
-    def _transfer(self, name: str, tensors: list[Tensor], start: Callable[[], Work]) -> Any:
+    def _transfer(self, name: str, peers: str, tensors: list[Tensor], start: Callable[[], Work]) -> Any:
         if not self._is_checked:
             self._check_backends()
-        try:
-            if not is_recording():
-                return Pending([start()], tensors)
-            event = Event(name, tensors)
-            return Pending(self._start([lambda **_: start()], None, event), tensors, event)
-        except CommError as error:
-            raise as_torchs(error) from error
+        return self._maker.transfer(name, peers, tensors, start)
 
     # ---- older names ------------------------------------------------------------------------------------
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from pycomm.communicator import Communicator
 from pycomm.ddp.sparse import sparse_average
-from pycomm.errors import CommError
-from pycomm.torch_backend.errors import as_torchs
 from pycomm.torch_backend.works import Done
 
 __all__ = ["all_reduce"]
@@ -30,10 +28,7 @@ def all_reduce(comm: Communicator, tensor: Tensor, op: Any) -> Done:
     with torch.no_grad():
         share = 1.0 if op == "sum" else 1.0 / comm.size
         like: Any = tensor  # of a parameter only shape and dtype are asked
-        try:
-            result = sparse_average(comm, like, tensor, share)
-        except CommError as error:
-            raise as_torchs(error) from error
+        result = sparse_average(comm, like, tensor, share)
         tensor.sparse_resize_and_clear_(tensor.shape, result.sparse_dim(), result.dense_dim())
         tensor.copy_(result)
     return Done([tensor])

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from pycomm.errors import CommError
-from pycomm.torch_backend.errors import as_torchs
 from pycomm.torch_backend.recording import Event
 from pycomm.work import Work
 
@@ -64,6 +63,7 @@ class Pending(dist.Work):
     Args:
         works: what must end, in the order of their calls; a coalesced call has several.
         result: its output tensors.
+        explained: an error of the engine, as torch's callers are to see it.
         event: the call's event in a profiler, which ends with the works.
         finish: what is left to do with the outputs when the works have ended well; may be called often.
     """
@@ -72,11 +72,13 @@ class Pending(dist.Work):
         self,
         works: list[Work],
         result: list[torch.Tensor],
+        explained: Callable[[CommError], CommError],
         event: Event | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self._works = works
+        self._explained = explained
         self._finish = finish
         self._outputs = result
         self._event = event
@@ -87,7 +89,7 @@ class Pending(dist.Work):
             for work in self._works:
                 work.wait(limit)
         except CommError as error:
-            raise as_torchs(error) from error
+            raise self._explained(error) from error
         if self._event is not None:
             self._event.wait()
         if self._finish is not None:
@@ -109,7 +111,7 @@ class Pending(dist.Work):
 
     def exception(self) -> Any:
         found = next((e for work in self._works if (e := work.exception()) is not None), None)
-        return as_torchs(found) if isinstance(found, CommError) else found
+        return self._explained(found) if isinstance(found, CommError) else found
 
     def result(self) -> list[torch.Tensor]:
         return self._outputs
