@@ -122,6 +122,9 @@ class Pending(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
+        if self.is_success():  # torch's reducer reads the value right after wait()
+            self.wait()
+            return Done(self._outputs).get_future()
         futures = [work.get_future() for work in self._works]
         ended = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
 
