@@ -83,6 +83,11 @@ class Pending(dist.Work):
         self._outputs = result
         self._event = event
 
+    @property
+    def works(self) -> list[Work]:
+        """What it waits for."""
+        return self._works
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         limit = None if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
         try:
