@@ -1,6 +1,7 @@
-// The memory probe in Python, for pycomm.bench: a Probe is a buffer (its own segment's data bytes), plans are
-// opaque and keep their Probe alive. The GIL is held throughout, since a measurement
-// must not pay for giving it away; a rank that never arrives ends the wait by the probe's own deadline.
+// What benchmarks ask of the core. The memory probe: a Probe is a buffer (its own segment's data bytes),
+// plans are opaque and keep their Probe alive; and what the agreement check adds to a call. The GIL is held
+// throughout, since a measurement must not pay for giving it away; a rank that never arrives ends the wait by
+// the probe's own deadline.
 #include <pybind11/stl.h>
 
 #include <chrono>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "bind/bind.h"
+#include "engine/call.h"
 #include "engine/probe.h"
 
 namespace py = pybind11;
@@ -37,9 +39,29 @@ double seconds_per_exchange(Probe& probe, int n_exchanges) {
   return elapsed.count() / n_exchanges;
 }
 
+// Signing a call and comparing the signature with a peer's, which has arrived together with its flag.
+double seconds_per_agreement(int n_calls) {
+  Signature signature;
+  signature.dtype = DType::kFloat32;
+  volatile uint32_t peers = 0;
+  uint64_t n_equal = 0;
+  const auto start = std::chrono::steady_clock::now();
+  for (int i = 0; i < n_calls; i++) {
+    signature.count = static_cast<uint64_t>(i);
+    const uint32_t own = signature.hash();
+    n_equal += own == peers;
+    peers = own;
+  }
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  volatile const uint64_t used = n_equal;
+  static_cast<void>(used);
+  return elapsed.count() / n_calls;
+}
+
 }  // namespace
 
 void bind_probe(py::module_& m) {
+  m.def("seconds_per_agreement", &seconds_per_agreement, py::arg("n_calls"));
   // Python's own metaclass instead of pybind11's, so that the classes look as _C.pyi says (stubtest).
   const py::metaclass plain_type(reinterpret_cast<PyObject*>(&PyType_Type));
   py::class_<OpaquePlan>(m, "ProbePlan", plain_type);

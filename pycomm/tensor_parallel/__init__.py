@@ -1,9 +1,12 @@
 """Tensor parallelism: one model's layers shared by several ranks, with Megatron's names.
 
 group.py says which ranks share a model, shards.py who holds what of a dimension, regions.py how activations
-pass between replicated and sharded.
+pass between replicated and sharded; linear.py, embedding.py, cross_entropy.py and norms.py are the layers,
+overlap.py their matrix products beside communication. docs/tensor-parallel.md is for users.
 """
 
+from pycomm.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from pycomm.tensor_parallel.embedding import VocabParallelEmbedding, parallel_lm_logits
 from pycomm.tensor_parallel.group import (
     communicator_of,
     destroy_model_parallel,
@@ -19,6 +22,13 @@ from pycomm.tensor_parallel.group import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
+from pycomm.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    FusedColumnParallelLinear,
+    RowParallelLinear,
+)
+from pycomm.tensor_parallel.norms import LayerNorm, RMSNorm
+from pycomm.tensor_parallel.parameters import mark_sharded
 from pycomm.tensor_parallel.regions import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -31,7 +41,13 @@ from pycomm.tensor_parallel.regions import (
 from pycomm.tensor_parallel.shards import Split
 
 __all__ = [
+    "ColumnParallelLinear",
+    "FusedColumnParallelLinear",
+    "LayerNorm",
+    "RMSNorm",
+    "RowParallelLinear",
     "Split",
+    "VocabParallelEmbedding",
     "communicator_of",
     "copy_to_tensor_model_parallel_region",
     "destroy_model_parallel",
@@ -47,9 +63,12 @@ __all__ = [
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
     "initialize_model_parallel",
+    "mark_sharded",
     "model_parallel_is_initialized",
+    "parallel_lm_logits",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
+    "vocab_parallel_cross_entropy",
 ]

@@ -31,9 +31,11 @@ def _make(store: Any, rank: int, size: int, timeout: Any) -> Any:
 def _register(c10d: ModuleType) -> None:
     if "PYCOMM" not in c10d.Backend._plugins:
         from pycomm.torch_backend.by_name import serve_in
+        from pycomm.torch_backend.handed_over import keep_works
 
         c10d.Backend.register_backend("pycomm", _make, devices=DEVICES)
         serve_in(c10d, sys.modules.get("torch.distributed"))
+        keep_works()
 
 
 class _Waiting(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -60,7 +60,9 @@ class Entry:
         self.record = next(_records)
         self.created_ns = time.time_ns()
         self.inputs = [(tensor.shape, tensor.dtype) for tensor in inputs]
-        self.outputs = [(tensor.shape, tensor.dtype) for tensor in outputs]
+        self.outputs = self.inputs
+        if outputs is not inputs:
+            self.outputs = [(tensor.shape, tensor.dtype) for tensor in outputs]
         self.frames = _stack()
         #: None until the engine has the call; then what is to end (nothing: it has ended).
         self.works: list[Any] | None = None

@@ -28,6 +28,7 @@ from pycomm.errors import CommError
 from pycomm.initialize import init
 from pycomm.ops import NAMES
 from pycomm.torch_backend import sparse
+from pycomm.torch_backend.backend import Backend
 from pycomm.torch_backend.errors import as_torchs
 from pycomm.torch_backend.integer_mean import as_sum, division
 from pycomm.torch_backend.making import Maker
@@ -48,7 +49,7 @@ def _op_of(reduce_op: Any) -> Any:
     return word if word is not None else ("premul_sum", float(reduce_op.__getstate__()[1]))
 
 
-class ProcessGroup(dist.ProcessGroup):
+class ProcessGroup(Backend, dist.ProcessGroup):
     """A group of torch.distributed on a communicator of its own; made by torch, see the package's text."""
 
     _is_pycomms = True

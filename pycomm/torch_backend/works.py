@@ -83,6 +83,11 @@ class Pending(dist.Work):
         self._outputs = result
         self._event = event
 
+    @property
+    def works(self) -> list[Work]:
+        """What it waits for."""
+        return self._works
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         limit = None if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
         try:
@@ -122,6 +127,9 @@ class Pending(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
+        if self.is_success():  # torch's reducer reads the value right after wait()
+            self.wait()
+            return Done(self._outputs).get_future()
         futures = [work.get_future() for work in self._works]
         ended = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
 

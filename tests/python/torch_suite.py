@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import importlib
 import inspect
 import io
@@ -25,6 +26,7 @@ import tempfile
 import time
 import traceback
 import unittest
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,21 @@ def find(suite: Any, word: str) -> list[str]:
     return names
 
 
+def verdict_of(test: Callable[[], Any]) -> str:
+    """ "passed", "skipped WHY" or "failed WHY", as this rank sees it."""
+    try:
+        test()
+    except unittest.SkipTest as why:
+        return f"skipped {why}"
+    except SystemExit as code:
+        return f"skipped with code {code.code}"
+    except BaseException as error:
+        traceback.print_exc()
+        text = (str(error).strip().splitlines() or [""])[0]
+        return f"failed {type(error).__name__}: {text}"
+    return "passed"
+
+
 def run_rank(
     suite: Any, name: str, rank: int, size: int, folder: Path, backend: str = "gloo", meet: bool = False
 ) -> str:
@@ -134,21 +151,12 @@ def run_rank(
     suite.INIT_METHOD = f"file://{folder}/again"
     store = dist.FileStore(test.file_name, size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    try:
-        getattr(test, name)()
-    except unittest.SkipTest as why:
-        return f"skipped {why}"
-    except SystemExit as code:
-        return f"skipped with code {code.code}"
-    except BaseException as error:
-        traceback.print_exc()
-        text = (str(error).strip().splitlines() or [""])[0]
-        return f"failed {type(error).__name__}: {text}"
-    if meet:
+    verdict = verdict_of(getattr(test, name))
+    if meet and verdict == "passed":
         # As torch's own runner: a rank that leaves early is news to those that still wait for something.
         with contextlib.suppress(RuntimeError):
             suite.Barrier.sync(size)
-    return "passed"
+    return verdict
 
 
 def run_test(
@@ -162,6 +170,15 @@ def run_test(
     meet: bool = False,
 ) -> str:
     """The worst of all ranks' verdicts."""
+
+    def rank_of(rank: int, folder: Path) -> str:
+        return run_rank(suite, name, rank, size, folder, backend, meet)
+
+    return in_ranks(rank_of, size, timeout, log)
+
+
+def in_ranks(run: Callable[[int, Path], str], size: int, timeout: float, log: Path) -> str:
+    """The worst verdict of ``run(rank, folder)``, called in ``size`` processes forked from this one."""
     with tempfile.TemporaryDirectory(prefix="torch-suite-") as made:
         folder = Path(made)
         children = []
@@ -171,7 +188,8 @@ def run_test(
                 with open(log, "a") as file:
                     os.dup2(file.fileno(), 1)
                     os.dup2(file.fileno(), 2)
-                verdict = run_rank(suite, name, rank, size, folder, backend, meet)
+                faulthandler.dump_traceback_later(0.9 * timeout)  # to the log, of one that does not end
+                verdict = run(rank, folder)
                 sys.stdout.flush()
                 (folder / f"verdict{rank}").write_text(verdict)
                 os._exit(0)
