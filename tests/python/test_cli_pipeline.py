@@ -31,7 +31,7 @@ def test_list_has_the_whole_catalog() -> None:
 
 def test_show() -> None:
     assert run("show", "gpipe", "-p", "2", "-m", "2").stdout == (
-        "F0 F1 .  .  B0 -  B1 -\n.  F0 F1 B0 -  B1 -  .  .\n"
+        "F0 F1 .  .  .  B0 -  B1 -\n.  F0 F1 B0 -  B1 -  .  .\n"
     )
     csv = run("show", "1F1B", "--ranks", "3", "--microbatches", "5", "--csv").stdout
     assert Order.from_csv(csv, "1F1B") == build("1F1B", 3, 5)
