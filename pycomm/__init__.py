@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pycomm.communicator import Communicator
     from pycomm.ddp import DistributedDataParallel
     from pycomm.initialize import init
+    from pycomm.tensor_parallel.check import check_parallel
     from pycomm.work import Work
 
 # Where nothing was built, Python takes the folder of the extension's stubs for a package without contents.
@@ -42,6 +43,7 @@ _LAZY = {
     "DistributedDataParallel": "pycomm.ddp",
     "init": "pycomm.initialize",
     "Work": "pycomm.work",
+    "check_parallel": "pycomm.tensor_parallel.check",
 }
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "PeerLostError",
     "ScheduleError",
     "Work",
+    "check_parallel",
     "init",
 ]
 

@@ -2,9 +2,19 @@
 
 group.py says which ranks share a model, shards.py who holds what of a dimension, regions.py how activations
 pass between replicated and sharded; linear.py, embedding.py, cross_entropy.py and norms.py are the layers,
-overlap.py their matrix products beside communication. docs/tensor-parallel.md is for users.
+overlap.py their matrix products beside communication. parallelize.py applies a plan of styles.py to a model,
+plans.py has ready ones, check.py compares a parallel model with one process; context/ splits long
+sequences. docs/tensor-parallel.md is for users.
 """
 
+from pycomm.tensor_parallel.check import ParallelDifference, ParallelReport, check_parallel
+from pycomm.tensor_parallel.context import (
+    context_parallel_positions,
+    context_parallel_shard,
+    context_parallel_unshard,
+    ring_attention,
+    ulysses_attention,
+)
 from pycomm.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pycomm.tensor_parallel.embedding import VocabParallelEmbedding, parallel_lm_logits
 from pycomm.tensor_parallel.group import (
@@ -28,7 +38,10 @@ from pycomm.tensor_parallel.linear import (
     RowParallelLinear,
 )
 from pycomm.tensor_parallel.norms import LayerNorm, RMSNorm
+from pycomm.tensor_parallel.parallelize import parallelize_module
 from pycomm.tensor_parallel.parameters import mark_sharded
+from pycomm.tensor_parallel.plans import gpt2_plan, llama_plan
+from pycomm.tensor_parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from pycomm.tensor_parallel.regions import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -39,16 +52,37 @@ from pycomm.tensor_parallel.regions import (
     scatter_to_tensor_model_parallel_region,
 )
 from pycomm.tensor_parallel.shards import Split
+from pycomm.tensor_parallel.styles import (
+    ColwiseParallel,
+    LocalAttributes,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 __all__ = [
     "ColumnParallelLinear",
+    "ColwiseParallel",
     "FusedColumnParallelLinear",
     "LayerNorm",
+    "LocalAttributes",
+    "ParallelDifference",
+    "ParallelReport",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
     "RMSNorm",
     "RowParallelLinear",
+    "RowwiseParallel",
+    "SequenceParallel",
     "Split",
     "VocabParallelEmbedding",
+    "check_parallel",
     "communicator_of",
+    "context_parallel_positions",
+    "context_parallel_shard",
+    "context_parallel_unshard",
     "copy_to_tensor_model_parallel_region",
     "destroy_model_parallel",
     "gather_from_sequence_parallel_region",
@@ -62,13 +96,18 @@ __all__ = [
     "get_tensor_model_parallel_group",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
+    "gpt2_plan",
     "initialize_model_parallel",
+    "llama_plan",
     "mark_sharded",
     "model_parallel_is_initialized",
     "parallel_lm_logits",
+    "parallelize_module",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
+    "ring_attention",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
+    "ulysses_attention",
     "vocab_parallel_cross_entropy",
 ]
