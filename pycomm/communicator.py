@@ -8,6 +8,7 @@ defaults of calls, and the ends: ``close``, ``abort``, garbage collection and th
 from __future__ import annotations
 
 import atexit
+import sys
 import weakref
 import zlib
 from collections.abc import Iterable, Sequence
@@ -247,7 +248,11 @@ class Communicator(Collectives, PointToPoint):
 @atexit.register
 def _close_all() -> None:
     # Progress threads must be gone before the interpreter's memory is.
+    last_words: BaseException | None = getattr(sys, "last_value", None)
     for comm in list(_open):
+        if last_words is not None and comm._works.pending():
+            # Nobody will read the results, and the peers of these calls may themselves wait for this rank.
+            comm.abort(f"the program ended with {type(last_words).__name__}: {last_words}")
         try:
             comm.close()
         except CommError:

@@ -58,7 +58,8 @@ def init(
     if deterministic not in ("", "0", "1"):
         raise ValueError(f"PYCOMM_DETERMINISTIC must be 0 or 1, got {deterministic!r}")
     place = rendezvous.find(store, group, rank, size, timeout)
-    core = _C.Communicator.join(place.folder, place.rank, place.size, timeout, timeout)
+    with place.entered():
+        core = _C.Communicator.join(place.folder, place.rank, place.size, timeout, timeout)
     core.deterministic = deterministic == "1"
     for collective, name in forced.items():
         core.force_algorithm(KINDS[collective], name)

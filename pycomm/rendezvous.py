@@ -2,16 +2,20 @@
 
 The run folder (mode 0700, removed when all have met) holds a unix socket for each rank; its place comes from,
 in this order: an explicit torch group or store, ``PYCOMM_RUN_DIR``, torchrun's store, Open MPI's or Slurm's
-job id. Keys in a store carry the run id, the restart count and the number of the communicator, so that a
-restarted or second job never meets an older one's.
+job id. The key in a store carries the run id and the restart count, so that a restarted job never meets an
+older one's. Its value is the folder in which rank 0 waits now; rank 0 takes it back when all have come, or
+when it gives up: then a later attempt, with whatever ranks, meets no leftovers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +27,9 @@ from pycomm.errors import CommError, CommTimeoutError
 
 _folders = itertools.count()  # of the communicators that meet in a folder named by the environment
 _stores: list[Any] = []  # rank 0 of a store of ours serves it: it must live as long as the process
+_met: set[str] = set()  # folders in which this process met its peers: rank 0 may not have taken them back yet
+_NOWHERE = "nowhere"  # the key's value while rank 0 does not wait
+_SLICE_S = 0.5  # torch's stores do not look for Ctrl-C while they wait
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,18 @@ class Place:
     rank: int
     size: int
     folder: str
+    store: Any = None  # where rank 0 told the others the folder, under ``key``
+    key: str = ""
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Around the meeting there."""
+        try:
+            yield
+            _met.add(self.folder)
+        finally:
+            if self.store is not None and self.rank == 0:
+                self.store.set(self.key, _NOWHERE)
 
 
 def _integer(name: str) -> int:
@@ -67,26 +86,45 @@ def _by_store(store: Any, rank: int, size: int, timeout: float) -> Place:
         return Place(rank, size, "")
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # Each rank's k-th communicator of this store meets the others' k-th, whatever else it has made meanwhile.
-    # (An agent's store outlives a worker that it restarts, hence the restart count.)
-    prefix = f"pycomm/{run}/{restart}"
-    key = f"{prefix}/{store.add(f'{prefix}/made by rank {rank}', 1)}"
+    # An agent's store may outlive a worker that it restarts, hence the restart count.
+    key = f"pycomm/{run}/{restart}"
     if rank == 0:
         folder = tempfile.mkdtemp(prefix="pycomm-", dir=_temp_root())
         store.set(key, f"{_host()}\n{folder}")
-        return Place(rank, size, folder)
-    try:
-        store.wait([key], _patience(timeout))
-    except RuntimeError as error:  # a FileStore raises nothing more special
-        kind = CommError if isinstance(error, dist.DistNetworkError) else CommTimeoutError
-        raise kind(
-            f"rank {rank} of {size} waited {timeout:g} s for rank 0 to come to the {type(store).__name__}: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
-    first, _, folder = store.get(key).decode().partition("\n")
+        return Place(rank, size, folder, store, key)
+    first, folder = _told(store, key, rank, size, timeout)
     if first.split()[-1] != _host().split()[-1]:
         raise _other_host(_host(), first, rank)
-    return Place(rank, size, folder)
+    return Place(rank, size, folder, store, key)
+
+
+def _told(store: Any, key: str, rank: int, size: int, timeout: float) -> tuple[str, str]:
+    """Rank 0's host, and the folder in which it waits."""
+    end = time.monotonic() + timeout
+    pause_s, why = 1e-3, "it waits in no folder now"
+    while True:
+        left = end - time.monotonic()
+        try:
+            store.wait([key], _patience(max(min(left, _SLICE_S), 1e-3)))
+        except RuntimeError as error:  # a FileStore raises nothing more special
+            why = str(error).splitlines()[0]
+            if isinstance(error, dist.DistNetworkError) or left <= _SLICE_S:
+                kind = CommError if isinstance(error, dist.DistNetworkError) else CommTimeoutError
+                raise kind(_alone(store, rank, size, timeout, why)) from error
+            continue
+        first, _, folder = store.get(key).decode().partition("\n")
+        if first != _NOWHERE and folder not in _met:
+            return first, folder
+        if left <= 0:
+            raise CommTimeoutError(_alone(store, rank, size, timeout, why))
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+
+
+def _alone(store: Any, rank: int, size: int, timeout: float, why: str) -> str:
+    return (
+        f"rank {rank} of {size} waited {timeout:g} s for rank 0 to come to the {type(store).__name__}: {why}"
+    )
 
 
 def _by_group(group: Any, timeout: float) -> Place:

@@ -171,6 +171,11 @@ class Keeper:
         self._lock = threading.Lock()
         self._next_sweep = 0
 
+    def pending(self) -> bool:
+        """Whether one of them goes on."""
+        with self._lock:
+            return not all(work.is_completed() for work in self._works)
+
     def add(self, work: Work) -> Work:
         """Returns ``work``. Lets go of finished ones, so that they do not hold their tensors."""
         with self._lock:

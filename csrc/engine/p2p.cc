@@ -22,7 +22,10 @@ void PointToPoint::stop() {
     std::lock_guard lock(mutex_);
     stop_ = true;
     thread.swap(thread_);
-    fail_all(Status::error(Code::kClosed, "the communicator was closed while a transfer was pending"));
+    // close() after abort() may come before the thread has seen why.
+    fail_all(group_.failed()
+                 ? group_.failure()
+                 : Status::error(Code::kClosed, "the communicator was closed while a transfer was pending"));
   }
   cv_.notify_all();
   if (thread.joinable()) {

@@ -1,4 +1,4 @@
-"""The command line: ``pycomm schedule``, ``tune``, ``bench``. Each is one file here and one line below.
+"""The command line: ``pycomm schedule``, ``pipeline``, ``tune``, ``bench``; each a file and a line here.
 
 Exit codes: 0 all is well, 1 something is proved wrong or has failed, 2 a bad argument. torch is imported by a
 command that needs it, not by this module; a command whose file imports torch is listed in ``_LATER``.
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from pycomm.cli import schedule
+from pycomm.cli import pipeline, schedule
 from pycomm.cli.tune import tune
 
 __all__ = ["app", "main"]
@@ -43,6 +43,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(schedule.app, name="schedule")
+app.add_typer(pipeline.app, name="pipeline")
 app.command()(tune)
 
 

@@ -65,8 +65,8 @@ def bandwidth(text: str) -> float:
     raise ValueError(f"{text!r} is not a bandwidth above zero: write for example 10GB/s or 100Gbit/s")
 
 
-def rank_list(text: str, most: int) -> list[int]:
-    """Numbers of ranks, in order, each once.
+def rank_list(text: str, most: int, what: str = "ranks") -> list[int]:
+    """Numbers of ranks (or of ``what``), in order, each once.
 
     Example:
         >>> rank_list("1-3,8", 100)
@@ -78,9 +78,11 @@ def rank_list(text: str, most: int) -> list[int]:
         first = int(found[1]) if found else 0
         last = int(found[2]) if found and found[2] else first
         if found is None or not 1 <= first <= last:
-            raise ValueError(f"{item.strip()!r} is not a number of ranks: write for example 8 or 1-17,64,100")
+            raise ValueError(
+                f"{item.strip()!r} is not a number of {what}: write for example 8 or 1-17,64,100"
+            )
         if last > most:
-            raise ValueError(f"{last} ranks are too many: at most {most} here")
+            raise ValueError(f"{last} {what} are too many: at most {most} here")
         numbers.update(range(first, last + 1))
     return sorted(numbers)
 

@@ -26,6 +26,7 @@ def _serve(c10d: ModuleType, package: ModuleType | None, name: str, ours: Callab
         group = arguments[place] if len(arguments) > place else named.get("group")
         used = c10d.GroupMember.WORLD if group is None else group
         if getattr(used, "_is_pycomms", False):
+            c10d.get_backend(used)  # raises torch's error for a group that was destroyed
             rest = [a for i, a in enumerate(arguments) if i != place]
             named.pop("group", None)
             return ours(used, *rest, **named)

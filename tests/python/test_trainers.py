@@ -27,6 +27,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 EXAMPLES = {
     "accelerate_train.py": TORCHRUN,
     "fabric_train.py": [sys.executable],
+    "fabric_fsdp2_train.py": [sys.executable],
     "lightning_train.py": [sys.executable],
     "ray_train.py": [sys.executable],
 }

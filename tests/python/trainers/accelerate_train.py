@@ -48,7 +48,7 @@ def main() -> None:
     right = (torch.cat(guesses) == torch.cat(answers)).double().mean()
     accelerator.print(f"{torch.cat(guesses).numel()} points, {right:.1%} right")
     if accelerator.is_main_process:
-        report(args.out, accelerator.unwrap_model(model), mean.item())
+        report(args.out, accelerator.unwrap_model(model).named_parameters(), mean.item())
     accelerator.end_training()  # also destroys the process group
 
 

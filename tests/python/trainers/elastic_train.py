@@ -74,7 +74,7 @@ def main() -> None:
     mean = loss.detach() / size
     dist.all_reduce(mean)
     if rank == 0:
-        report(args.out, model.module, mean.item())
+        report(args.out, model.module.named_parameters(), mean.item())
     dist.destroy_process_group()
 
 

@@ -43,7 +43,7 @@ def main() -> None:
     counts = fabric.all_gather(torch.tensor(len(loader)))  # steps of each rank
     assert counts.sum().item() == fabric.world_size * len(loader)
     if fabric.is_global_zero:
-        report(args.out, model.module, mean.item())
+        report(args.out, model.module.named_parameters(), mean.item())
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def main() -> None:
         model = Classifier()
         trainer.fit(model)
         if trainer.is_global_zero:
-            report(args.out, model.model, trainer.callback_metrics["loss"].item())
+            report(args.out, model.model.named_parameters(), trainer.callback_metrics["loss"].item())
         trainer.strategy.barrier()  # the folder of rank 0 goes when all are done
 
 

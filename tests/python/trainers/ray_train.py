@@ -50,7 +50,8 @@ def train(config: dict[str, Any]) -> None:
                 checkpoint = ray.train.Checkpoint.from_directory(folder)
             ray.train.report({"epoch": epoch, "loss": mean.item()}, checkpoint=checkpoint)
     if rank == 0:
-        report(config["out"], getattr(model, "module", model), mean.item())
+        plain = model.module if ranks > 1 else model  # without DistributedDataParallel
+        report(config["out"], plain.named_parameters(), mean.item())
 
 
 def main() -> None:

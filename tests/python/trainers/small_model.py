@@ -8,6 +8,7 @@ float64, and the test of these examples (test_trainers.py) compares them.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,11 @@ def options(description: str | None, **more: Any) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def report(out: Path | None, model: nn.Module, loss: float) -> None:
-    """Says how it ended; to be called on rank 0."""
+def report(out: Path | None, parameters: Iterable[tuple[str, torch.Tensor]], loss: float) -> None:
+    """Says how it ended; to be called on rank 0, with the model's ``named_parameters()``."""
     backend = dist.get_backend() if dist.is_initialized() else "none"
     size = dist.get_world_size() if dist.is_initialized() else 1
     print(f"backend {backend}, {size} ranks: the last loss is {loss:.12f}", flush=True)
     if out is not None:
-        parameters = {name: p.detach() for name, p in model.named_parameters()}
-        torch.save({"backend": backend, "ranks": size, "loss": loss, "parameters": parameters}, out)
+        plain = {name: p.detach() for name, p in parameters}
+        torch.save({"backend": backend, "ranks": size, "loss": loss, "parameters": plain}, out)

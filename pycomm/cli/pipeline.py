@@ -1,0 +1,256 @@
+"""``pycomm pipeline``: show, verify, simulate and choose pipeline schedules.
+
+    pycomm pipeline list
+    pycomm pipeline show 1F1B --ranks 4 --microbatches 8
+    pycomm pipeline verify --all --ranks 1-8 --microbatches 1-16
+    pycomm pipeline simulate ZBVZeroBubble --ranks 4 --microbatches 8 --latency 0.1 --draw zbv.svg
+    pycomm pipeline choose --ranks 4 --microbatches 16 --forward 10 --backward-input 11 --backward-weight 9
+
+Times are those of one microbatch through all that a rank holds, in any unit; ``choose`` and ``simulate``
+divide them by the stages on a rank. Every command takes ``--json``; ``show`` also ``--csv``, which torch
+reads as well. A schedule may be a file of that form instead of a name. ``verify`` exits with 1 when a proof
+fails; a bad argument exits with 2. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from pycomm.cli import units
+from pycomm.cli.output import bad_argument, console, print_json, refusing
+from pycomm.pipeline.schedule import picture
+from pycomm.pipeline.schedule.catalog import CATALOG, build
+from pycomm.pipeline.schedule.order import Order
+from pycomm.pipeline.schedule.simulate import Costs, Timeline, simulate
+from pycomm.pipeline.schedule.transfers import with_transfers
+from pycomm.pipeline.schedule.verify import live_activations, verify
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Pipeline schedules: list, show, verify, simulate, choose.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="A name of `pycomm pipeline list`, or a CSV file of actions.")]
+Ranks = Annotated[int, typer.Option("--ranks", "-p", help="Ranks of the pipeline.")]
+Microbatches = Annotated[int, typer.Option("--microbatches", "-m", help="Microbatches of a step.")]
+Stages = Annotated[
+    int | None,
+    typer.Option("--stages-per-rank", "-v", help="Stages on a rank; default: what it needs, or 2."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Forward = Annotated[float, typer.Option(help="Time of a microbatch's forward on a rank.")]
+Input = Annotated[float, typer.Option(help="… of its backward, the gradient of the input.")]
+Weight = Annotated[float, typer.Option(help="… of its backward, the gradient of the weights.")]
+Latency = Annotated[float, typer.Option(help="From the end of an action to its result on another rank.")]
+
+
+def _order(name: str, ranks: int, microbatches: int, stages: int | None) -> Order:
+    if Path(name).suffix == ".csv":
+        try:
+            return Order.from_csv(Path(name).read_text(), Path(name).stem)
+        except OSError as error:
+            raise ValueError(f"cannot read {name}: {error.strerror}") from error
+    return build(name, ranks, microbatches, stages)
+
+
+def _run(
+    order: Order, forward: float, backward_input: float, backward_weight: float, latency: float
+) -> Timeline:
+    for what, value in (
+        ("forward", forward),
+        ("backward-input", backward_input),
+        ("backward-weight", backward_weight),
+    ):
+        if not value > 0:
+            raise ValueError(f"--{what} must be a time above 0, got {value:g}")
+    if latency < 0:
+        raise ValueError(f"--latency must be a time, got {latency:g}")
+    v = order.n_stages / order.n_ranks
+    return simulate(order, Costs(forward / v, backward_input / v, backward_weight / v, latency))
+
+
+def _figures(timeline: Timeline) -> dict[str, Any]:
+    order = timeline.order
+    v = order.n_stages / order.n_ranks
+    return {
+        "schedule": order.name,
+        "ranks": order.n_ranks,
+        "stages_per_rank": order.n_stages // order.n_ranks,
+        "microbatches": order.n_microbatches,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        # In microbatches' worth of all that a rank holds.
+        "peak_activations": [
+            max(live_activations(order, rank), default=0) / v for rank in range(order.n_ranks)
+        ],
+    }
+
+
+@app.command("list")
+def list_(as_json: Json = False) -> None:
+    """All schedules by name."""
+    if as_json:
+        print_json([{"name": e.name, "summary": e.summary} for e in CATALOG.values()])
+        return
+    table = Table("name", "stages per rank", "summary")
+    for entry in CATALOG.values():
+        table.add_row(entry.name, str(entry.stages_per_rank or "any"), entry.summary)
+    console().print(table)
+
+
+@app.command()
+def show(
+    name: Name,
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    stages_per_rank: Stages = None,
+    transfers: Annotated[bool, typer.Option("--transfers", help="With sends and receives.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the actions as CSV.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Every rank's actions: a picture in time, one column a unit, all actions equally long."""
+    with refusing():
+        order = _order(name, ranks, microbatches, stages_per_rank)
+        rows = with_transfers(order) if transfers else [list(actions) for actions in order.actions]
+        if as_json:
+            print_json([[str(action) for action in actions] for actions in rows])
+        elif as_csv:
+            typer.echo("\n".join(",".join(map(str, actions)) for actions in rows))
+        elif transfers:
+            for rank, actions in enumerate(rows):
+                typer.echo(f"rank {rank}: {' '.join(map(str, actions))}")
+        else:
+            typer.echo(picture.text(simulate(order)))
+
+
+@app.command("verify")
+def verify_(
+    name: Annotated[str | None, typer.Argument(help="A schedule, or a CSV file of actions.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All schedules.")] = False,
+    ranks: Annotated[str, typer.Option("--ranks", "-p", help="Such as 4 or 1-8.")] = "1-8",
+    microbatches: Annotated[str, typer.Option("--microbatches", "-m", help="Such as 8 or 1-16.")] = "1-16",
+    stages_per_rank: Annotated[
+        str, typer.Option("--stages-per-rank", "-v", help="Where any may be.")
+    ] = "1-4",
+    as_json: Json = False,
+) -> None:
+    """Proves: every computation once, no deadlock, no more activations than promised."""
+    if (name is None) == (not every):
+        bad_argument("give a schedule's name, or --all")
+    with refusing():
+        asked = {"ranks": ranks, "microbatches": microbatches, "stages": stages_per_rank}
+        sizes = [units.rank_list(text, 64, what) for what, text in asked.items()]
+        names = list(CATALOG) if name is None else [name]
+        results = [_prove(one, *sizes) for one in names]
+    if as_json:
+        print_json({"ok": all(r["violation"] is None for r in results), "results": results})
+    else:
+        for r in results:
+            what = r["violation"] or f"proved for {r['proofs']} sizes"
+            typer.echo(f"{r['schedule']}: {what}")
+    if any(r["violation"] for r in results):
+        raise typer.Exit(1)
+
+
+def _prove(name: str, ranks: list[int], microbatches: list[int], stages: list[int]) -> dict[str, Any]:
+    proofs, violation = 0, None
+    try:
+        if Path(name).suffix == ".csv":
+            order = _order(name, 0, 0, None)
+            verify(order)
+            proofs = 1
+        else:
+            build(name, 1, 1)  # an unknown name is a bad argument
+            entry = next(e for e in CATALOG.values() if e.name.lower() == name.lower())
+            for p in ranks:
+                for v in [entry.stages_per_rank] if entry.stages_per_rank else stages:
+                    for m in microbatches:
+                        violation = f"p = {p}, v = {v}, m = {m}: "
+                        verify(build(name, p, m, v), max(entry.peak(p, v, m, rank) for rank in range(p)))
+                        proofs += 1
+        violation = None
+    except ValueError as error:
+        if proofs == 0 and violation is None and Path(name).suffix != ".csv":
+            raise
+        violation = f"{violation or ''}{error}"
+    return {"schedule": name, "proofs": proofs, "violation": violation}
+
+
+@app.command("simulate")
+def simulate_(
+    name: Name,
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    stages_per_rank: Stages = None,
+    forward: Forward = 1.0,
+    backward_input: Input = 1.0,
+    backward_weight: Weight = 1.0,
+    latency: Latency = 0.0,
+    draw: Annotated[Path | None, typer.Option(help="Write the timeline: PNG, SVG, PDF.")] = None,
+    as_json: Json = False,
+) -> None:
+    """How long a step takes, how much of it is idle, and how many activations each rank keeps."""
+    with refusing():
+        order = _order(name, ranks, microbatches, stages_per_rank)
+        verify(order)
+        timeline = _run(order, forward, backward_input, backward_weight, latency)
+    figures = _figures(timeline)
+    if draw is not None:
+        try:
+            picture.draw({order.name: timeline}, draw)
+        except ModuleNotFoundError:
+            bad_argument("--draw needs matplotlib: pip install 'pycomm-collectives[plot]'")
+        except (OSError, ValueError) as error:
+            bad_argument(f"cannot draw {draw}: {error}")
+    if as_json:
+        spans = [[[str(s.action), s.start, s.end] for s in row] for row in timeline.spans]
+        print_json({**figures, "timeline": spans})
+        return
+    typer.echo(picture.text(timeline))
+    peaks = ", ".join(f"{peak:g}" for peak in figures["peak_activations"])
+    typer.echo(f"step {timeline.makespan:g}, idle {timeline.bubble:.1%}, activations of each rank: {peaks}")
+
+
+@app.command()
+def choose(
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    max_stages_per_rank: Annotated[int, typer.Option(help="Try so many where any may be.")] = 4,
+    max_activations: Annotated[
+        float | None, typer.Option(help="At most so many microbatches' activations on a rank.")
+    ] = None,
+    forward: Forward = 1.0,
+    backward_input: Input = 1.0,
+    backward_weight: Weight = 1.0,
+    latency: Latency = 0.0,
+    as_json: Json = False,
+) -> None:
+    """All schedules on one model, the quickest that fits first."""
+    found = []
+    with refusing():
+        for entry in CATALOG.values():
+            for v in [entry.stages_per_rank] if entry.stages_per_rank else range(2, max_stages_per_rank + 1):
+                order = build(entry.name, ranks, microbatches, v)
+                timeline = _run(order, forward, backward_input, backward_weight, latency)
+                line = _figures(timeline)
+                peak = max(line["peak_activations"])
+                line["fits"] = max_activations is None or peak <= max_activations
+                found.append(line)
+    found.sort(key=lambda line: (not line["fits"], line["makespan"], max(line["peak_activations"])))
+    if as_json:
+        print_json(found)
+        return
+    table = Table("schedule", "stages per rank", "step", "idle", "activations", "fits")
+    for line in found:
+        table.add_row(
+            line["schedule"],
+            str(line["stages_per_rank"]),
+            f"{line['makespan']:g}",
+            f"{line['bubble']:.1%}",
+            f"{max(line['peak_activations']):g}",
+            "yes" if line["fits"] else "no",
+        )
+    console().print(table)

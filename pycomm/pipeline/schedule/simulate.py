@@ -1,0 +1,107 @@
+"""What an order costs: every rank computes as soon as what it needs has come. Times are in any one unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pycomm.pipeline.schedule.action import Action
+from pycomm.pipeline.schedule.order import Order
+from pycomm.pipeline.schedule.verify import needs, sequence
+
+__all__ = ["Costs", "Span", "Timeline", "simulate"]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds (or any unit) of one microbatch: a number for all stages, or one for each.
+
+    Attributes:
+        forward: F.
+        backward_input: I.
+        backward_weight: W; a whole backward takes I + W.
+        latency: from the end of an action to when another rank can begin with its result.
+    """
+
+    forward: float | Sequence[float] = 1.0
+    backward_input: float | Sequence[float] = 1.0
+    backward_weight: float | Sequence[float] = 1.0
+    latency: float = 0.0
+
+    def of(self, action: Action) -> float:
+        """How long an action takes."""
+        f, i, w = (
+            float(cost[action.stage]) if isinstance(cost, Sequence) else float(cost)
+            for cost in (self.forward, self.backward_input, self.backward_weight)
+        )
+        return {"F": f, "I": i, "W": w, "B": i + w}[action.kind]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One action in time."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The actions of every rank in time; simulated or measured."""
+
+    order: Order
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end."""
+        spans = [span for row in self.spans for span in row]
+        return max((s.end for s in spans), default=0.0) - min((s.start for s in spans), default=0.0)
+
+    def busy(self, rank: int) -> float:
+        """How long a rank computes."""
+        return sum(span.end - span.start for span in self.spans[rank])
+
+    def idle(self, rank: int) -> float:
+        """How long it does not, of the whole makespan."""
+        return self.makespan - self.busy(rank)
+
+    def gaps(self, rank: int) -> float:
+        """How long it does not between its own first and last action.
+
+        What is left of the idle time where steps follow each other without a flush.
+        """
+        row = self.spans[rank]
+        return row[-1].end - row[0].start - self.busy(rank) if row else 0.0
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time that is idle."""
+        total = self.makespan * len(self.spans)
+        return sum(map(self.idle, range(len(self.spans)))) / total if total else 0.0
+
+
+def simulate(order: Order, costs: Costs | None = None) -> Timeline:
+    """Runs an order in thought.
+
+    Raises:
+        ValueError: it deadlocks.
+
+    Example:
+        >>> from pycomm.pipeline.schedule.gpipe import gpipe
+        >>> simulate(gpipe(4, 8)).bubble == 3 / 11  # (p - 1)/(m + p - 1)
+        True
+    """
+    costs = Costs() if costs is None else costs
+    ends: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in range(order.n_ranks)]
+    for rank, action in sequence(order):
+        start = spans[rank][-1].end if spans[rank] else 0.0
+        for choice in needs(order, action):
+            made = next(a for a in choice if a in ends)
+            far = order.placement[made.stage] != rank
+            start = max(start, ends[made] + (costs.latency if far else 0.0))
+        ends[action] = start + costs.of(action)
+        spans[rank].append(Span(action, start, ends[action]))
+    return Timeline(order, tuple(map(tuple, spans)))
