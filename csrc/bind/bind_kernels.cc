@@ -13,6 +13,7 @@
 #include "kernels/blocks.h"
 #include "kernels/cast.h"
 #include "kernels/isa.h"
+#include "kernels/random.h"
 #include "kernels/reduce.h"
 
 namespace py = pybind11;
@@ -134,6 +135,18 @@ void combine_py(const std::string& code, uintptr_t codes, const std::vector<uint
   combine(t, reinterpret_cast<void*>(codes), in, n_elems, floats(maxima), floats(lost));
 }
 
+void keep_mask_py(uintptr_t keep, const std::vector<uint64_t>& sizes, const std::vector<uint64_t>& strides,
+                  uint64_t first, uint64_t seed, uint64_t threshold) {
+  if (sizes.size() != strides.size() || (!strides.empty() && strides.back() != 1)) {
+    throw_if_error(Status::error(
+        Code::kValue,
+        format("kernels: keep_mask has %zu sizes and %zu strides; expected as many, the last stride 1",
+               sizes.size(), strides.size())));
+  }
+  const py::gil_scoped_release released;
+  keep_mask(reinterpret_cast<uint8_t*>(keep), sizes, strides, first, seed, threshold);
+}
+
 void bind_blocks(py::module_& k) {
   k.attr("BLOCK_ELEMS") = kBlockElems;
   k.def(
@@ -179,6 +192,10 @@ void bind_kernels(py::module_& m) {
   k.def("unpack", &unpack_py, py::arg("dst_dtype"), py::arg("dsts"), py::arg("src_dtype"), py::arg("src"),
         py::arg("scale") = 1.0f, "The opposite of pack.");
   bind_blocks(k);
+  k.def("keep_mask", &keep_mask_py, py::arg("keep"), py::arg("sizes"), py::arg("strides"), py::arg("first"),
+        py::arg("seed"), py::arg("threshold"),
+        "1 where dropout keeps an element of a box, by its number in the whole (csrc/kernels/random.h), else "
+        "0.");
   k.def("active_isa", &active_isa, "The instruction set in use: baseline, avx2 or avx512.");
   k.def("supported_isas", &supported_isas, "What this processor can run, comma-separated, slowest first.");
   k.def(

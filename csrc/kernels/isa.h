@@ -1,13 +1,14 @@
 // Internal to kernels/: the table of functions that one instruction set provides, and which sets there are.
 //
-// The bodies (reduce_body.h, cast_body.h, blocks_body.h, convert.h, vec.h, float_env.h) are compiled once per
-// instruction set by isa_<name>.cc, with that set's flags (isa.cmake), inside an anonymous namespace: nothing
-// of theirs may be merged by the linker with the same template compiled for another set, or a baseline
-// machine would run AVX-512 code. The only symbol that such a file exports is its table. Every set gives the
-// same bits (NaN payloads aside), so the choice is about speed only.
+// The bodies (reduce_body.h, cast_body.h, blocks_body.h, random_body.h, convert.h, vec.h, float_env.h) are
+// compiled once per instruction set by isa_<name>.cc, with that set's flags (isa.cmake), inside an anonymous
+// namespace: nothing of theirs may be merged by the linker with the same template compiled for another set,
+// or a baseline machine would run AVX-512 code. The only symbol that such a file exports is its table. Every
+// set gives the same bits (NaN payloads aside), so the choice is about speed only.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "base/dtype.h"
 #include "base/status.h"
@@ -31,6 +32,7 @@ struct KernelTable {
   CastFn cast[kNumDTypes][kNumDTypes];         // [dst][src]; null: no arithmetic on that pair
   BlockFns blocks[kNumDTypes];                 // by the dtype of the codes; null: not defined
   void (*block_maxima)(const float* src, size_t n_elems, float* maxima);
+  void (*keep_run)(uint8_t* keep, uint64_t first, size_t n, uint64_t seed, uint64_t threshold);  // random.h
 };
 
 extern const KernelTable kBaselineTable;

@@ -8,6 +8,7 @@
 #include "kernels/blocks_body.h"
 #include "kernels/cast_body.h"
 #include "kernels/isa.h"
+#include "kernels/random_body.h"
 #include "kernels/reduce_body.h"
 
 namespace pycomm {
@@ -106,6 +107,7 @@ constexpr KernelTable make_table(const char* name) {
   fill_blocks<BlockFloat16>(table, DType::kFloat16);
   fill_blocks<BlockBFloat16>(table, DType::kBFloat16);
   table.block_maxima = PYCOMM_ISA_NS::block_maxima;
+  table.keep_run = PYCOMM_ISA_NS::keep_run;
   return table;
 }
 

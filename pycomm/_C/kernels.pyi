@@ -19,6 +19,9 @@ def pack(
 def unpack(
     dst_dtype: str, dsts: Sequence[tuple[int, int]], src_dtype: str, src: int, scale: float = 1.0
 ) -> None: ...
+def keep_mask(
+    keep: int, sizes: Sequence[int], strides: Sequence[int], first: int, seed: int, threshold: int
+) -> None: ...
 
 BLOCK_ELEMS: int
 

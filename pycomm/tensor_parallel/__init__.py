@@ -42,6 +42,13 @@ from pycomm.tensor_parallel.parallelize import parallelize_module
 from pycomm.tensor_parallel.parameters import mark_sharded
 from pycomm.tensor_parallel.plans import gpt2_plan, llama_plan
 from pycomm.tensor_parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from pycomm.tensor_parallel.random import (
+    ParallelDropout,
+    RngTracker,
+    dropout,
+    get_rng_tracker,
+    model_parallel_manual_seed,
+)
 from pycomm.tensor_parallel.regions import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -72,7 +79,9 @@ __all__ = [
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
+    "ParallelDropout",
     "RMSNorm",
+    "RngTracker",
     "RowParallelLinear",
     "RowwiseParallel",
     "SequenceParallel",
@@ -85,6 +94,7 @@ __all__ = [
     "context_parallel_unshard",
     "copy_to_tensor_model_parallel_region",
     "destroy_model_parallel",
+    "dropout",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "get_context_parallel_group",
@@ -93,6 +103,7 @@ __all__ = [
     "get_data_parallel_group",
     "get_data_parallel_rank",
     "get_data_parallel_world_size",
+    "get_rng_tracker",
     "get_tensor_model_parallel_group",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
@@ -100,6 +111,7 @@ __all__ = [
     "initialize_model_parallel",
     "llama_plan",
     "mark_sharded",
+    "model_parallel_manual_seed",
     "model_parallel_is_initialized",
     "parallel_lm_logits",
     "parallelize_module",
