@@ -68,17 +68,23 @@ def test_a_mask_is_as_random_as_it_should_be() -> None:
         assert abs((a * b).mean().item() - 0.49) < 5 * math.sqrt(0.49 * 0.51 / n)
 
 
-def masks(rank: int, size: int, shape: tuple[int, ...], dim: int) -> tuple[torch.Tensor, ...]:
+CUTS = (((5, 3, 2), 0), ((3, 7), 1), ((2, 2, 5), -1))
+
+
+def masks(rank: int, size: int) -> list[torch.Tensor]:
+    """For each of CUTS two masks of this rank's part; then what all ranks must have alike."""
     tp.model_parallel_manual_seed(11)
-    part = even(shape[dim], size)
-    x = part.take(torch.ones(shape, dtype=torch.float64), dim, rank).clone().requires_grad_()
-    layer = tp.ParallelDropout(0.4, sharded={dim: None})
-    first, second = layer(x), layer(x)
-    whole = tp.dropout(torch.ones(shape), 0.4)  # replicated: the same on every rank
-    first.sum().backward()
-    assert torch.equal(x.grad, first.detach())
-    layer.eval()
-    assert layer(x) is x
+    found = []
+    for shape, dim in CUTS:
+        part = even(shape[dim], size)
+        x = part.take(torch.ones(shape, dtype=torch.float64), dim, rank).clone().requires_grad_()
+        layer = tp.ParallelDropout(0.4, sharded={dim: None})
+        first, second = layer(x), layer(x)
+        first.sum().backward()
+        assert x.grad is not None and torch.equal(x.grad, first.detach())
+        found += [first.detach(), second.detach()]
+        layer.eval()
+        assert layer(x) is x
     with tp.get_rng_tracker().fork():
         own = torch.rand(3)
     with tp.get_rng_tracker().fork():
@@ -86,19 +92,19 @@ def masks(rank: int, size: int, shape: tuple[int, ...], dim: int) -> tuple[torch
     everyones = torch.empty(size, 3)
     tp.communicator_of().all_gather(everyones, own)
     assert len({tuple(row) for row in everyones.tolist()}) == size
-    return first.detach(), second.detach(), whole, torch.rand(2)
+    return [*found, tp.dropout(torch.ones(4, 5), 0.4), torch.rand(2)]
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((5, 3, 2), 0), ((3, 7), 1), ((2, 2, 5), 1)])
-def test_masks_are_those_of_one_process(shape: tuple[int, ...], dim: int) -> None:
-    [alone] = run_ranks(1, masks, shape, dim)
-    assert not torch.equal(alone[0], alone[1])  # two layers
+def test_masks_are_those_of_one_process() -> None:
+    [alone] = run_ranks(1, masks)
     for n in (2, 3, 4):
-        found = run_ranks(n, masks, shape, dim)
-        for i in (0, 1):
-            assert torch.equal(torch.cat([f[i] for f in found], dim), alone[i])
+        found = run_ranks(n, masks)
+        for i, (_, dim) in enumerate(CUTS):
+            assert not torch.equal(alone[2 * i], alone[2 * i + 1])  # two layers
+            for k in (2 * i, 2 * i + 1):
+                assert torch.equal(torch.cat([f[k] for f in found], dim), alone[k])
         for f in found:
-            assert torch.equal(f[2], alone[2]) and torch.equal(f[3], alone[3])
+            assert torch.equal(f[-2], alone[-2]) and torch.equal(f[-1], alone[-1])
 
 
 def recomputed(rank: int, size: int) -> None:
