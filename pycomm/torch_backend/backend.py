@@ -24,10 +24,11 @@ __all__ = ["Backend"]
 
 
 class Backend:
-    """Of a group whose works are all made by its methods ``_make`` and ``_transfer``."""
+    """Of a group whose works are all made by its ``_maker``."""
 
     _comm: Any
     _maker: Any
+    _collected: list[Done | Pending] | None = None
     supports_splitting = False
     supports_time_estimate = False
     supports_coalescing = False  #: batch_isend_irecv gives a work for each transfer, as gloo's does
@@ -64,9 +65,10 @@ class Backend:
 
     def _start_coalescing(self, device: Any) -> None:
         """For torch. One whose end never came, for an error inside of the manager, is forgotten."""
-        # Shadowed on this object, so that calls outside of a manager pay nothing for it.
-        self.__dict__.pop("_make", None)
-        self.__dict__.pop("_transfer", None)
+        # Shadowed on the maker's object, so that calls outside of a manager pay nothing for it.
+        shadowed = self._maker.__dict__
+        shadowed.pop("make", None)
+        shadowed.pop("transfer", None)
         collected: list[Done | Pending] = []
 
         def collecting(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,9 +79,8 @@ class Backend:
 
             return call
 
-        group: Any = self
-        make, transfer = collecting(group._make), collecting(group._transfer)
-        self.__dict__.update(_make=make, _transfer=transfer, _collected=collected)
+        shadowed.update(make=collecting(self._maker.make), transfer=collecting(self._maker.transfer))
+        self._collected = collected
 
     def _end_coalescing(self, device: Any = None) -> Done | Pending:
         """For torch: the work of all calls since the start.
@@ -87,10 +88,10 @@ class Backend:
         Raises:
             RuntimeError: there was no start.
         """
-        collected = self.__dict__.pop("_collected", None)
+        collected, self._collected = self._collected, None
         if collected is None:
             raise RuntimeError("_end_coalescing: there was no _start_coalescing before it")
-        del self.__dict__["_make"], self.__dict__["_transfer"]
+        del self._maker.make, self._maker.transfer
         outputs = [tensor for each in collected for tensor in each.result()]
         pending = [each for each in collected if isinstance(each, Pending)]
         if not pending:
