@@ -24,7 +24,9 @@ DEVICES = ["cpu"]
 
 def _make(store: Any, rank: int, size: int, timeout: Any) -> Any:
     from pycomm.torch_backend.group import ProcessGroup
+    from pycomm.torch_backend.lasting import check_torch
 
+    check_torch()
     return ProcessGroup(store, rank, size, timeout)
 
 

@@ -31,7 +31,6 @@ from pycomm.torch_backend import sparse
 from pycomm.torch_backend.backend import Backend
 from pycomm.torch_backend.errors import as_torchs
 from pycomm.torch_backend.integer_mean import as_sum, division
-from pycomm.torch_backend.lasting import torch_keeps_works, work_of_cpp
 from pycomm.torch_backend.making import Maker
 from pycomm.torch_backend.monitored_barrier import MonitoredBarrier
 from pycomm.torch_backend.tensors import movable, reducible
@@ -42,9 +41,6 @@ __all__ = ["ProcessGroup"]
 
 _Kind: Any = c10d.ReduceOp.RedOpType
 _OPS = {getattr(_Kind, name.upper()): name for name in NAMES if name != "premul_sum"}
-
-
-_WORKS_LAST = torch_keeps_works()
 
 
 def _op_of(reduce_op: Any) -> Any:
@@ -145,8 +141,7 @@ class ProcessGroup(Backend, dist.ProcessGroup):
     def _make(self, *call: Any) -> Any:
         if not self._is_checked:
             self._check_backends()
-        work = self._maker.make(*call)
-        return work if _WORKS_LAST else work_of_cpp(work)
+        return self._maker.make(*call)
 
     @Untraced
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -155,8 +150,7 @@ class ProcessGroup(Backend, dist.ProcessGroup):
         [tensor] = tensors
         if tensor.layout is not torch.strided:
             with self._maker.noting("all_reduce", tensors):
-                work = sparse.all_reduce(self._comm, tensor, _op_of(opts.reduceOp))
-                return work if _WORKS_LAST else work_of_cpp(work)
+                return sparse.all_reduce(self._comm, tensor, _op_of(opts.reduceOp))
         with self._refusing:
             op, [plain] = _op_of(opts.reduceOp), reducible("all_reduce", tensors)
         calls = [partial(self._comm.all_reduce, plain, as_sum(op, plain))]

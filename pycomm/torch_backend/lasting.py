@@ -1,8 +1,8 @@
-"""Works for torches that do not keep the Python half of a work that a group's method gives to C++.
+"""Whether torch keeps a work that is written in Python when a group's method gives it to C++.
 
 torch before 2.8 keeps the C++ half alone: the constructor of DDP, the reducer and functional collectives
-would wait for a work that nobody completes. There the work of a collective is one of C++, around the Future
-of ours: it lasts, but an error of the call comes out of ``wait()`` as a RuntimeError with the same text.
+would wait forever for a work that nobody completes, so there is no backend for those. (A C++ work around our
+Future is no way out: there its ``wait()`` hides the errors of the call.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-__all__ = ["torch_keeps_works", "work_of_cpp"]
+__all__ = ["check_torch", "torch_keeps_works"]
 
 
 class _Over(dist.Work):
@@ -29,7 +29,7 @@ class _Group(dist.ProcessGroup):
 
 
 def torch_keeps_works() -> bool:
-    """Whether a work that goes to C++ and back is still ours."""
+    """Whether a work that went to C++ and came back is still ours."""
     make: Any = _Group
     try:
         dist.ProcessGroup.barrier(make(0, 1), c10d.BarrierOptions()).get_future()
@@ -38,7 +38,15 @@ def torch_keeps_works() -> bool:
     return True
 
 
-def work_of_cpp(work: Any) -> Any:
-    """A work that C++ may keep."""
-    made: Any = c10d
-    return made._create_work_from_future(work.get_future())
+def check_torch() -> None:
+    """
+    Raises:
+        RuntimeError: this torch cannot have the backend.
+    """
+    if not torch_keeps_works():
+        raise RuntimeError(
+            'the backend "pycomm" of torch.distributed needs torch 2.8 or newer, this is '
+            f"{torch.__version__}, which lets go of works that are written in Python, so that DDP would wait "
+            "forever: update torch, or use pycomm.init() and pycomm.DistributedDataParallel, which need no "
+            "process group"
+        )

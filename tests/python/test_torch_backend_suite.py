@@ -36,14 +36,20 @@ NAMES = [
 ]
 
 
+RPC_NAMES = ["DdpComparisonTest.test_ddp_comparison", "DdpUnderDistAutogradTest.test_backward_ddp_inside"]
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the names are of torch 2.13's tests")
-def test_torchs_tests_pass_on_pycomm(tmp_path):
+@pytest.mark.parametrize(
+    ("script", "names"), [("torch_backend_suite.py", NAMES), ("torch_backend_rpc_suite.py", RPC_NAMES)]
+)
+def test_torchs_tests_pass_on_pycomm(script, names, tmp_path):
     pytest.importorskip("expecttest", reason="torch's test module needs it: pip install expecttest")
     log = tmp_path / "log"
-    command = [sys.executable, str(HERE / "torch_backend_suite.py"), "pycomm", "--log", str(log)]
+    command = [sys.executable, str(HERE / script), "pycomm", "--log", str(log)]
     done = subprocess.run(
-        [*command, "--names", *NAMES],
+        [*command, "--names", *names],
         env=os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", "PYCOMM_TUNE": "off"},
         capture_output=True,
         text=True,
@@ -53,4 +59,4 @@ def test_torchs_tests_pass_on_pycomm(tmp_path):
     verdicts = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     failed = {name: verdict for name, verdict in verdicts.items() if not verdict.startswith("passed")}
     assert not failed, f"{failed}\n{log.read_text(errors='replace')[-4000:]}"
-    assert set(verdicts) == set(NAMES)
+    assert set(verdicts) == set(names)

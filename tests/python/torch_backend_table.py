@@ -1,6 +1,8 @@
 """Runs torch's tests on gloo and on pycomm and writes the table of both: ``make test-torch``.
 
-    python tests/python/torch_backend_table.py [--sizes 3 4] [--write docs/torch-compatibility.md]
+    python tests/python/torch_backend_table.py [--sizes 3 4] [--only rpc] [--write PAGE]
+
+``--only rpc`` runs the tests of RPC alone and puts their table into the page.
 
 Fails (status 1) when a test that gloo passes does not pass on pycomm, or one fails that is not explained in
 ``EXPLAINED``.
@@ -37,13 +39,38 @@ EXPLAINED = {
 }
 #: Large models for hundreds of steps: many minutes on a CPU, on any backend.
 LONG = ("test_ddp_uneven_inputs", "test_ddp_grad_div_uneven_inputs")
+RPC = "RPC, distributed autograd, and DDP under them"
+HARNESS = """\
+## What ships without test cases
+
+These are the only test cases in the wheel. The other files of its suites, in `torch/testing/_internal`, are
+what tests are made of: models, base classes and comparisons. Tests of ours, named
+`tests/python/test_torch_backend_*`, use them, with values checked against one process:
+
+| file | for | tests of ours |
+|---|---|---|
+| `distributed/_tensor/common_dtensor.py` | DTensor, tensor parallel | `dtensor` |
+| `common_fsdp.py` | FSDP1, FSDP2 | `fsdp` |
+| `common_distributed.py`, `distributed/fake_pg.py` | c10d | `groups`, `coalescing`, `join` |
+| `distributed/checkpoint_utils.py`, `common_state_dict.py` | checkpoints | `users`; not used |
+| `distributed/_shard/` | ShardedTensor, before DTensor | none |
+
+Of the suites of pipelining and of context parallel nothing ships; tests of ours are `users` and
+`context_parallel`. On the CPU torch's `context_parallel` runs, with any backend, for `SDPBackend.MATH`
+without a causal mask only. Torch refuses the rest itself: `NotImplementedError: Operator
+aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered`, and
+for MATH with `is_causal=True` `RuntimeError: aten.add.Tensor got mixed torch.Tensor and DTensor`. The ring of
+keys and values, which stands for attention on a GPU, is tested with the CPU's kernel.
+
+"""
 HEAD = """\
 # torch's own tests of torch.distributed, on gloo and on pycomm
 
-Written by `make test-torch`, which runs `torch.testing._internal.distributed.distributed_test` (torch
-{version}, on the CPU) with both backends, each test in processes of its own, at world sizes {sizes}.
-`tests/python/torch_backend_suite.py` says how, and which of the tests that torch skips for a backend's name
-are run all the same, on both.
+Written by `make test-torch`, which runs the test cases that ship in torch's wheel (torch {version}, on the
+CPU) with both backends, each test in processes of its own: `distributed_test` at world sizes {sizes}
+(`tests/python/torch_backend_suite.py` says how, and which of the tests that torch skips for a backend's name
+are run all the same, on both), then RPC, distributed autograd and DDP under them
+(`tests/python/torch_backend_rpc_suite.py`).
 
 "torch skips it" is torch's reason with gloo. Tests for GPUs run on the CPU, with stand-ins for what asks for
 a device; those that cannot work so fail on both backends. Left out, since they take many minutes on a CPU:
@@ -52,22 +79,28 @@ a device; those that cannot work so fail on both backends. Left out, since they 
 """
 
 
-def run(backend: str, size: int, on_cpu: bool) -> dict[str, tuple[str, str]]:
-    """Each test's verdict, and why torch skips it."""
-    command = [sys.executable, str(HERE / "torch_backend_suite.py"), backend, "--size", str(size)]
-    command += ["--without", *LONG, *(["--on-cpu"] if on_cpu else [])]
+def verdicts_of(script: str, backend: str, *options: str) -> dict[str, tuple[str, str]]:
+    """What a script of tests prints: each test's verdict, and what stands behind " | "."""
+    command = [sys.executable, str(HERE / script), backend, *options]
     env = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", "PYCOMM_TUNE": "off"}
     verdicts = {}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            print(backend, size, line, end="", flush=True)
+            print(backend, line, end="", flush=True)
             name, verdict = line.strip().split(" ", 1)
-            verdict, _, why = verdict.partition(" | torch: ")
-            verdicts[name] = verdict, why
+            verdict, _, note = verdict.partition(" | ")
+            verdicts[name] = verdict, note
     if process.returncode != 0 or not verdicts:
         raise SystemExit(f"the run on {backend} ended with status {process.returncode}")
     return verdicts
+
+
+def run(backend: str, size: int, on_cpu: bool) -> dict[str, tuple[str, str]]:
+    """Each test's verdict, and why torch skips it."""
+    options = ["--size", str(size), "--without", *LONG, *(["--on-cpu"] if on_cpu else [])]
+    found = verdicts_of("torch_backend_suite.py", backend, *options)
+    return {name: (verdict, note.removeprefix("torch: ")) for name, (verdict, note) in found.items()}
 
 
 def cell(text: str) -> str:
@@ -93,6 +126,23 @@ def section(title: str, gloo: dict[str, tuple[str, str]], ours: dict[str, tuple[
     return "\n".join([*lines, ""])
 
 
+def rpc_section() -> tuple[str, list[str]]:
+    """The table of RPC, and what is wrong in it.
+
+    Tests that make no process group are run on gloo's side only, where there is nothing of gloo in them.
+    """
+    gloo = verdicts_of("torch_backend_rpc_suite.py", "gloo")
+    names = [name for name, (_, note) in gloo.items() if note == "group"]
+    ours = verdicts_of("torch_backend_rpc_suite.py", "pycomm", "--names", *names)
+    rest = [verdict for name, (verdict, _) in gloo.items() if name not in ours]
+    counts = ", ".join(
+        f"{sum(v.startswith(word) for v in rest)} {word}" for word in ("passed", "failed", "skipped")
+    )
+    text = section(RPC, {n: (gloo[n][0], "") for n in ours}, {n: (v, "") for n, (v, _) in ours.items()})
+    text += f"\nThe other {len(rest)} tests make no process group: {counts}.\n"
+    return text, worse(gloo, ours)
+
+
 def is_explained(name: str, verdict: str) -> bool:
     """Whether a test that fails or is skipped does so for a known reason."""
     return verdict.startswith("skipped") or name in EXPLAINED or any(text in verdict for text in GPU_ONLY)
@@ -113,26 +163,41 @@ def main() -> int:
     )
     parser.add_argument("--sizes", type=int, nargs="*", default=[3, 4])
     parser.add_argument("--write", type=Path, help="the page with the table")
+    parser.add_argument(
+        "--only", choices=("rpc",), help="run these tests alone, and keep the rest of the page"
+    )
     options = parser.parse_args()
     import torch
 
-    page = HEAD.format(
-        version=torch.__version__, sizes=" and ".join(map(str, options.sizes)), long=", ".join(LONG)
-    )
-    wrong = []
-    for on_cpu in (False, True):
-        for size in options.sizes:
-            gloo, ours = run("gloo", size, on_cpu), run("pycomm", size, on_cpu)
-            title = "Tests for GPUs, on the CPU" if on_cpu else "Tests for the CPU"
-            page += section(f"{title}, {size} ranks", gloo, ours) + "\n"
-            wrong += [f"{size} ranks, {text}" for text in worse(gloo, ours)]
-    page += "## Why tests fail on both\n\n| test | why |\n|---|---|\n"
-    page += "".join(f"| {name} | {why} |\n" for name, why in EXPLAINED.items())
+    wrong: list[str] = []
+    if options.only == "rpc":
+        before, _, after = options.write.read_text().partition(f"## {RPC}\n")
+        after = after[after.index("\n## ") + 1 :]
+        text, wrong = rpc_section()
+        page = f"{before}{text}\n{after}"
+    else:
+        page, wrong = whole_page(torch.__version__, options.sizes)
     if options.write:
         options.write.write_text(page)
     for text in wrong:
         print("WRONG:", text)
     return 1 if wrong else 0
+
+
+def whole_page(version: str, sizes: list[int]) -> tuple[str, list[str]]:
+    """All of it, and what is wrong in it."""
+    page = HEAD.format(version=version, sizes=" and ".join(map(str, sizes)), long=", ".join(LONG))
+    wrong = []
+    for on_cpu in (False, True):
+        for size in sizes:
+            gloo, ours = run("gloo", size, on_cpu), run("pycomm", size, on_cpu)
+            title = "Tests for GPUs, on the CPU" if on_cpu else "Tests for the CPU"
+            page += section(f"{title}, {size} ranks", gloo, ours) + "\n"
+            wrong += [f"{size} ranks, {text}" for text in worse(gloo, ours)]
+    text, more = rpc_section()
+    page += f"{text}\n{HARNESS}## Why tests fail on both\n\n| test | why |\n|---|---|\n"
+    page += "".join(f"| {name} | {why} |\n" for name, why in EXPLAINED.items())
+    return page, wrong + more
 
 
 if __name__ == "__main__":
