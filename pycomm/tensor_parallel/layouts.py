@@ -1,9 +1,10 @@
 """How a tensor lies over the ranks between two modules, and the way from one layout to another.
 
 A :class:`Layout` is *replicate* (all ranks have the same values and the same gradient), *shard* along a
-dimension (each has its part of both), or *partial* (the value is the sum over the ranks). They are torch's
+dimension (each has its part of both), or *partial* (the value is the sum over the ranks). These are torch's
 placements, which plans are written with; here they are plain, because importing torch's DTensor takes half a
-second. ``converted`` is differentiable, to any order, and its gradients keep the same meaning.
+second. A fourth has no name there: *used*, the same values on all ranks, each using them with shards of its
+own, so that the gradient is the sum over the ranks; several column-parallel layers then share one sum. ``converted`` is differentiable, to any order, and its gradients keep the same meaning.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 from pycomm import arguments
 from pycomm.communicator import Communicator
 from pycomm.tensor_parallel.regions import (
+    copy_many,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -30,11 +33,11 @@ __all__ = ["Layout", "converted", "layout_of"]
 class Layout:
     """``dim`` is that of a shard; it may count from the end."""
 
-    kind: Literal["replicate", "shard", "partial"]
+    kind: Literal["replicate", "shard", "partial", "used"]
     dim: int = 0
 
     def __str__(self) -> str:
-        return {"replicate": "Replicate()", "shard": f"Shard({self.dim})", "partial": "Partial()"}[self.kind]
+        return f"Shard({self.dim})" if self.kind == "shard" else f"{self.kind.capitalize()}()"
 
 
 def layout_of(what: str, placement: Any) -> Layout:
@@ -48,6 +51,8 @@ def layout_of(what: str, placement: Any) -> Layout:
         >>> str(layout_of("input_layouts", Shard(1)))
         'Shard(1)'
     """
+    if isinstance(placement, Layout):
+        return placement
     if isinstance(placement, (tuple, list)) and len(placement) == 1:
         placement = placement[0]  # torch keeps one for each dimension of the mesh
     if not hasattr(placement, "is_shard"):
@@ -80,7 +85,7 @@ def converted(
     Returns:
         This rank's tensor in layout ``there``.
     """
-    if comm.size == 1 or here.kind == there.kind == "replicate":
+    if comm.size == 1 or (here.kind == there.kind and here.kind != "shard"):
         return x
     if here.kind == there.kind == "shard":
         if here.dim % x.dim() == there.dim % x.dim():
@@ -91,6 +96,10 @@ def converted(
         return scatter_to_tensor_model_parallel_region(x, comm, dim=there.dim, split=split)
     if here.kind == "shard" and there.kind == "replicate":
         return gather_from_tensor_model_parallel_region(x, comm, dim=here.dim, split=split)
+    if here.kind == "replicate" and there.kind == "used":
+        return copy_many(comm, x)[0]
+    if here.kind == "shard" and there.kind == "used":
+        return gather_from_sequence_parallel_region(x, comm, dim=here.dim, split=split)
     if here.kind == "partial" and there.kind == "replicate":
         return reduce_from_tensor_model_parallel_region(x, comm)
     if here.kind == "partial" and there.kind == "shard":

@@ -16,13 +16,13 @@ to the last norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from pycomm import arguments
+from pycomm.tensor_parallel.layouts import Layout
 from pycomm.tensor_parallel.prepare import PrepareModuleInput, PrepareModuleOutput
 from pycomm.tensor_parallel.shards import Split, fused, heads
 from pycomm.tensor_parallel.styles import (
@@ -184,15 +184,21 @@ def llama_plan(model: nn.Module, *, sequence_parallel: bool = False) -> DictPlan
     of = _Heads(config.num_attention_heads, config.num_key_value_heads, attention.head_dim)
     base = blocks.rpartition(".")[0]
     base = f"{base}." if base else ""
-    rows = Shard(1) if sequence_parallel else None
+    # Projections with one input share the sum of its gradients: the module around them asks for it.
+    rows, used = Shard(1) if sequence_parallel else None, Layout("used")
+    here = Shard(1) if sequence_parallel else Replicate()
+    attention_input = PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": here}, desired_input_kwarg_layouts={"hidden_states": used}
+    )
     plan: DictPlan = {
-        f"{blocks}.*.self_attn": [LocalAttributes(num_key_value_groups=of.local_groups)],
-        f"{blocks}.*.self_attn.q_proj": ColwiseParallel(split=of.queries),
-        f"{blocks}.*.self_attn.k_proj": ColwiseParallel(split=of.keys),
-        f"{blocks}.*.self_attn.v_proj": ColwiseParallel(split=of.keys),
+        f"{blocks}.*.self_attn": [LocalAttributes(num_key_value_groups=of.local_groups), attention_input],
+        f"{blocks}.*.mlp": PrepareModuleInput(input_layouts=here, desired_input_layouts=used),
+        f"{blocks}.*.self_attn.q_proj": ColwiseParallel(split=of.queries, input_layouts=used),
+        f"{blocks}.*.self_attn.k_proj": ColwiseParallel(split=of.keys, input_layouts=used),
+        f"{blocks}.*.self_attn.v_proj": ColwiseParallel(split=of.keys, input_layouts=used),
         f"{blocks}.*.self_attn.o_proj": RowwiseParallel(split=of.queries, output_layouts=rows),
-        f"{blocks}.*.mlp.gate_proj": ColwiseParallel(),
-        f"{blocks}.*.mlp.up_proj": ColwiseParallel(),
+        f"{blocks}.*.mlp.gate_proj": ColwiseParallel(input_layouts=used),
+        f"{blocks}.*.mlp.up_proj": ColwiseParallel(input_layouts=used),
         f"{blocks}.*.mlp.down_proj": RowwiseParallel(output_layouts=rows),
         **_embedding_and_head(model, f"{base}embed_tokens"),
     }
@@ -208,18 +214,9 @@ def llama_plan(model: nn.Module, *, sequence_parallel: bool = False) -> DictPlan
             f"know, {', '.join(strange)}; write its plan"
         )
     if sequence_parallel:
-        gather: dict[str, Any] = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
-        by_name: Callable[[Any], dict[str, Any]] = lambda layout: {"hidden_states": layout}  # noqa: E731
         plan |= {
             f"{blocks}.*.input_layernorm": SequenceParallel(),
             f"{blocks}.*.post_attention_layernorm": SequenceParallel(),
-            f"{blocks}.*.self_attn": [
-                LocalAttributes(num_key_value_groups=of.local_groups),
-                PrepareModuleInput(
-                    input_kwarg_layouts=by_name(Shard(1)), desired_input_kwarg_layouts=by_name(Replicate())
-                ),
-            ],
-            f"{blocks}.*.mlp": PrepareModuleInput(**gather),
             f"{blocks}.0": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
             f"{base}norm": [
                 SequenceParallel(),

@@ -148,9 +148,9 @@ class ColwiseLinear(_Linear):
             out = gather_linear(input, weight, how.comm, how.input.dim)
             out = out if bias is None else out + bias.to(out.dtype)
         else:
-            input = converted(input, how.input, Layout("replicate"), how.comm)
+            input = converted(input, how.input, Layout("used"), how.comm)
             check_equal(input, f"{how.where}: the input", how.comm)
-            out = F.linear(copy_many(how.comm, input)[0], weight, bias)
+            out = F.linear(input, weight, bias)
         return converted(out, Layout("shard", -1), how.output, how.comm, how.split)
 
 

@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from tp_plan_models import assert_equal
 
 import pycomm
 from pycomm.tensor_parallel.check import ParallelDifference, check_parallel
+from pycomm.tensor_parallel.context import (
+    context_parallel_positions,
+    context_parallel_shard,
+    ring_attention,
+    ulysses_attention,
+)
 from pycomm.tensor_parallel.parallelize import parallelize_module
 from pycomm.tensor_parallel.plans import gpt2_plan, llama_plan
 from pycomm.tensor_parallel.styles import ColwiseParallel
@@ -79,6 +86,8 @@ def equals_one_process(rank: int, size: int) -> list[str]:
             assert list(parallel.state_dict()) == list(whole.state_dict())
         ties_and_generation(parallelize_module(copy.deepcopy(model), comm, plan_of(model)), model, batch)
         seen.append(name)
+    if size == 2:
+        long_sequences(comm)
     if size == 3:
         planted(comm)
         on_meta(comm)
@@ -125,6 +134,50 @@ def on_meta(comm: Any) -> None:
     parallel.tie_weights()
     batch = torch.arange(12).view(2, 6)
     torch.testing.assert_close(parallel(batch).logits, model(batch).logits)
+
+
+def long_sequences(comm: Any) -> None:
+    """docs/context-parallel.md: the models' own attention replaced by ours, each rank with its positions."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for attend in (ring_attention, ulysses_attention):
+
+        def attention(
+            module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: Any = None,
+            dropout: float = 0.0, *, attend: Any = attend, **_: Any,
+        ) -> tuple[torch.Tensor, None]:  # fmt: skip
+            assert attention_mask is None and dropout == 0.0
+            out = attend(query, key, value, is_causal=module.is_causal, scale=scaling, group=comm)
+            return out.transpose(1, 2), None
+
+        name = f"pycomm_{attend.__name__}"
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+        for model in (gpt2(), llama(4, 2)):
+            tokens = torch.randint(VOCABULARY, (2, 12))
+            inputs, labels = tokens[:, :-1], tokens[:, 1:].clone()
+            labels[0, :4] = -100  # so that the ranks' counts differ
+            shards = [context_parallel_shard(t, 1, comm) for t in (inputs, labels)]
+            positions = context_parallel_positions(11, comm)[None]
+            losses = []
+            whole = copy.deepcopy(model)
+            model.config._attn_implementation = name
+            for of, ids, wanted, more in (
+                (whole, inputs, labels, {}),
+                (model, *shards, {"position_ids": positions}),
+            ):
+                logits = of(input_ids=ids, use_cache=False, **more).logits
+                loss = F.cross_entropy(
+                    logits.flatten(0, 1), wanted.flatten(), ignore_index=-100, reduction="sum"
+                )
+                loss = loss / (labels != -100).sum()
+                loss.backward()
+                losses.append(loss.detach())
+            comm.all_reduce(losses[1])
+            torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
+            for p in model.parameters():
+                comm.all_reduce(p.grad)
+            assert_equal(model, whole, name)
 
 
 @pytest.mark.timeout(120)
