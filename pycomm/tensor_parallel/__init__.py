@@ -61,8 +61,10 @@ from pycomm.tensor_parallel.regions import (
 from pycomm.tensor_parallel.shards import Split
 from pycomm.tensor_parallel.styles import (
     ColwiseParallel,
+    ForkRandom,
     LocalAttributes,
     ParallelStyle,
+    ReplicatedDropout,
     RowwiseParallel,
     SequenceParallel,
 )
@@ -70,6 +72,7 @@ from pycomm.tensor_parallel.styles import (
 __all__ = [
     "ColumnParallelLinear",
     "ColwiseParallel",
+    "ForkRandom",
     "FusedColumnParallelLinear",
     "LayerNorm",
     "LocalAttributes",
@@ -81,6 +84,7 @@ __all__ = [
     "PrepareModuleOutput",
     "ParallelDropout",
     "RMSNorm",
+    "ReplicatedDropout",
     "RngTracker",
     "RowParallelLinear",
     "RowwiseParallel",

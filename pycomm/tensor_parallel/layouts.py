@@ -4,7 +4,8 @@ A :class:`Layout` is *replicate* (all ranks have the same values and the same gr
 dimension (each has its part of both), or *partial* (the value is the sum over the ranks). These are torch's
 placements, which plans are written with; here they are plain, because importing torch's DTensor takes half a
 second. A fourth has no name there: *used*, the same values on all ranks, each using them with shards of its
-own, so that the gradient is the sum over the ranks; several column-parallel layers then share one sum. ``converted`` is differentiable, to any order, and its gradients keep the same meaning.
+own, so that the gradient is the sum over the ranks; several column-parallel layers then share one sum.
+``converted`` is differentiable, to any order, and its gradients keep the same meaning.
 """
 
 from __future__ import annotations

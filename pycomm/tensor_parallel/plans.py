@@ -11,7 +11,8 @@ the number of ranks; ranks beyond the number of heads compute none.
 
 A plan is a plain dict: print it, change it, pass it to ``parallelize_module``. It does not depend on the
 number of ranks. With ``sequence_parallel`` the residual stream is cut along the sequence from the first block
-to the last norm.
+to the last norm. With dropout in training call ``model_parallel_manual_seed`` first; masks of the residual
+stream are the same for every number of ranks, those of attention weights each rank draws for its heads.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from pycomm.tensor_parallel.prepare import PrepareModuleInput, PrepareModuleOutp
 from pycomm.tensor_parallel.shards import Split, fused, heads
 from pycomm.tensor_parallel.styles import (
     ColwiseParallel,
+    ForkRandom,
     LocalAttributes,
     ParallelStyle,
+    ReplicatedDropout,
     RowwiseParallel,
     SequenceParallel,
 )
@@ -103,6 +106,14 @@ def _embedding_and_head(model: nn.Module, embedding: str) -> DictPlan:
     return plan
 
 
+def _gpt2_dropout(attention: Any) -> float:
+    return float(attention.attn_dropout.p)
+
+
+def _llama_dropout(attention: Any) -> float:
+    return float(getattr(attention, "attention_dropout", 0.0))
+
+
 def gpt2_plan(model: nn.Module, *, sequence_parallel: bool = False) -> DictPlan:
     """The plan for a GPT-2 of transformers (GPT2Model, GPT2LMHeadModel, …), unmodified.
 
@@ -134,7 +145,10 @@ def gpt2_plan(model: nn.Module, *, sequence_parallel: bool = False) -> DictPlan:
     base = f"{base}." if base else ""
     rows, cols = (Shard(1), Shard(1)) if sequence_parallel else (None, None)
     plan: DictPlan = {
-        f"{blocks}.*.attn": LocalAttributes(split_size=of.local_sizes),
+        f"{blocks}.*.attn": [LocalAttributes(split_size=of.local_sizes), ForkRandom(_gpt2_dropout)],
+        f"{blocks}.*.attn.resid_dropout": ReplicatedDropout(),
+        f"{blocks}.*.mlp.dropout": ReplicatedDropout(),
+        f"{base}drop": ReplicatedDropout(),
         f"{blocks}.*.attn.c_attn": ColwiseParallel(split=of.qkv, input_layouts=cols),
         f"{blocks}.*.attn.c_proj": RowwiseParallel(split=of.queries, output_layouts=rows),
         f"{blocks}.*.mlp.c_fc": ColwiseParallel(input_layouts=cols),
@@ -145,6 +159,8 @@ def gpt2_plan(model: nn.Module, *, sequence_parallel: bool = False) -> DictPlan:
         plan |= {
             f"{blocks}.*.ln_1": SequenceParallel(),
             f"{blocks}.*.ln_2": SequenceParallel(),
+            f"{blocks}.*.attn.resid_dropout": SequenceParallel(),
+            f"{blocks}.*.mlp.dropout": SequenceParallel(),
             f"{blocks}.0": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
             f"{base}ln_f": [
                 SequenceParallel(),
@@ -191,7 +207,11 @@ def llama_plan(model: nn.Module, *, sequence_parallel: bool = False) -> DictPlan
         input_kwarg_layouts={"hidden_states": here}, desired_input_kwarg_layouts={"hidden_states": used}
     )
     plan: DictPlan = {
-        f"{blocks}.*.self_attn": [LocalAttributes(num_key_value_groups=of.local_groups), attention_input],
+        f"{blocks}.*.self_attn": [
+            LocalAttributes(num_key_value_groups=of.local_groups),
+            attention_input,
+            ForkRandom(_llama_dropout),
+        ],
         f"{blocks}.*.mlp": PrepareModuleInput(input_layouts=here, desired_input_layouts=used),
         f"{blocks}.*.self_attn.q_proj": ColwiseParallel(split=of.queries, input_layouts=used),
         f"{blocks}.*.self_attn.k_proj": ColwiseParallel(split=of.keys, input_layouts=used),

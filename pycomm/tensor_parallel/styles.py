@@ -22,6 +22,7 @@ from pycomm.communicator import Communicator
 from pycomm.tensor_parallel.changes import Change, ChangeClass, SetAttribute, ShardParameter
 from pycomm.tensor_parallel.layouts import Layout, layout_of
 from pycomm.tensor_parallel.shards import Split, even
+from pycomm.tensor_parallel.streams import CommonDropout, Forked
 from pycomm.tensor_parallel.swapped import (
     ColwiseEmbedding,
     ColwiseLinear,
@@ -34,8 +35,10 @@ from pycomm.tensor_parallel.swapped import (
 
 __all__ = [
     "ColwiseParallel",
+    "ForkRandom",
     "LocalAttributes",
     "ParallelStyle",
+    "ReplicatedDropout",
     "RowwiseParallel",
     "SequenceParallel",
 ]
@@ -246,12 +249,13 @@ def _weight(module: nn.Module, where: str) -> nn.Parameter:
 
 
 class SequenceParallel(ParallelStyle):
-    """A module between sequence-parallel ones, such as a norm: it gets, and gives, this rank's positions.
+    """A module between sequence-parallel ones, a norm or dropout: it gets, and gives, this rank's positions.
 
     Its parameters are replicated; their gradients, of which each rank has a part, are summed over the ranks.
 
     Args:
-        sequence_dim: that of the sequence, for the reader: nothing depends on it.
+        sequence_dim: that of the sequence. An nn.Dropout gets the mask of the whole sequence, cut along it;
+            nothing else depends on it.
         use_local_output: True; False, a DTensor, is refused. (torch's default is False.)
 
     Example:
@@ -273,7 +277,61 @@ class SequenceParallel(ParallelStyle):
                 f"{where}: SequenceParallel is for a module with parameters of its own only, such as a norm; "
                 f"this {type(module).__name__} has modules with parameters: {', '.join(below[:3])}"
             )
+        if isinstance(module, nn.Dropout):
+            how = How(where, comm, input=Layout("shard", self.sequence_dim))
+            return [ChangeClass(module, CommonDropout, how)]
         return [ChangeClass(module, SequenceShards, How(where, comm))]
+
+
+class ReplicatedDropout(ParallelStyle):
+    """An nn.Dropout of activations that all ranks have: the same mask on all, and for every number of ranks.
+
+    Needed where the module around it is a :class:`ForkRandom`; elsewhere torch's own does, as long as ranks
+    are seeded alike.
+
+    Example:
+        >>> ReplicatedDropout()
+        ReplicatedDropout()
+    """
+
+    def changes(self, module: nn.Module, where: str, comm: Communicator) -> list[Change]:
+        """See the base class."""
+        if not isinstance(module, nn.Dropout) or isinstance(module, Swapped):
+            raise TypeError(f"{where}: ReplicatedDropout is for an nn.Dropout, got {type(module).__name__}")
+        return [ChangeClass(module, CommonDropout, How(where, comm))]
+
+
+class ForkRandom(ParallelStyle):
+    """A module whose random numbers differ between ranks: attention, with dropout inside, on a rank's heads.
+
+    In training it draws from the stream of ``model_parallel_manual_seed``, which must have been called; the
+    generator outside stays the same on all ranks.
+
+    Args:
+        probability: of the dropout inside, from the module; nothing is done where it is 0.
+
+    Example:
+        >>> ForkRandom(lambda attention: attention.dropout)
+        ForkRandom()
+    """
+
+    def __init__(self, probability: Callable[[Any], float]) -> None:
+        if not callable(probability):
+            raise TypeError(
+                "ForkRandom: probability must be a function of the module, such as "
+                f"lambda attention: attention.dropout, got {arguments.short(probability)}"
+            )
+        self._probability = probability
+
+    def __repr__(self) -> str:
+        return "ForkRandom()"
+
+    def changes(self, module: nn.Module, where: str, comm: Communicator) -> list[Change]:
+        """See the base class."""
+        p = self._probability(module)
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"{where}: ForkRandom's probability must give one in [0, 1], got {p!r}")
+        return [ChangeClass(module, Forked, How(where, comm, probability=self._probability))]
 
 
 class LocalAttributes(ParallelStyle):

@@ -46,6 +46,8 @@ class How:
     output: Layout | None = None
     is_transposed: bool = False
     """The weight is (in, out), as transformers' Conv1D has it."""
+    probability: Callable[[Any], float] | None = None
+    """Of the dropout inside; see streams.py."""
 
     def __deepcopy__(self, memo: Any) -> How:
         return self

@@ -123,7 +123,7 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def assert_equal(
-    model: nn.Module, whole: nn.Module, what: Any = "", rtol: float = 1e-9, factor: float = 1.0
+    model: nn.Module, whole: nn.Module, what: Any = "", rtol: float = 1e-9, atol: float = 1e-12
 ) -> None:
     """Every gradient of ``model`` is this rank's part of ``whole``'s."""
     shards, theirs = dict(named_shards(model)), dict(whole.named_parameters())
@@ -133,7 +133,7 @@ def assert_equal(
         want = theirs[name].grad
         want = shards[name].take(want) if name in shards else want
         assert p.grad is not None and p.grad.shape == want.shape, (what, name)
-        torch.testing.assert_close(p.grad, want * factor, rtol=rtol, atol=1e-12, msg=f"{what} {name}")
+        torch.testing.assert_close(p.grad, want, rtol=rtol, atol=atol, msg=f"{what} {name}")
 
 
 def whole_and_parallel(comm: Any, the_plan: Any) -> tuple[nn.Module, nn.Module]:
