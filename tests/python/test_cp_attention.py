@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -35,6 +36,21 @@ SHAPES = [
     (1, 1, 1, 1, 2, 2),
     (0, 2, 1, 7, 2, 2),
 ]
+
+
+def drawn_shapes(n: int) -> list[tuple[int, ...]]:
+    """Random ones: small, so that pieces, heads and shards are often empty or uneven."""
+    random = Random(n)
+    shapes = []
+    for _ in range(8):
+        kv = random.randint(1, 4)
+        heads = kv * random.randint(1, 3)
+        shapes.append(
+            (random.randint(1, 2), heads, kv, random.randint(1, 24), *random.choices(range(1, 7), k=2))
+        )
+    return shapes
+
+
 METHODS = {"ring": ring_attention, "ulysses": ulysses_attention}
 
 
@@ -74,7 +90,7 @@ def difference(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
 def exact(rank: int, size: int) -> None:
     comm = pycomm.init()
     for method, order, (causal, scale), shape in itertools.product(
-        METHODS, ("zigzag", "contiguous"), ((True, None), (False, 0.3)), SHAPES
+        METHODS, ("zigzag", "contiguous"), ((True, None), (False, 0.3)), SHAPES + drawn_shapes(size)
     ):
         tensors = inputs(shape)
         options: dict[str, Any] = {"is_causal": causal, "scale": scale}

@@ -307,6 +307,23 @@ def seeds_and_meta(rank: int, size: int) -> None:
             assert torch.equal(p, shards[name].take(want) if name in shards else want), (style, name)
 
 
+def inputs_that_differ(rank: int, size: int) -> None:
+    """On request, what must be the same on all ranks is compared before it is used."""
+    comm = pycomm.init()
+    model = parallelize_module(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4)), comm,
+                               {"0": RowwiseParallel(), "1": ColwiseParallel()})  # fmt: skip
+    with pytest.raises(ValueError, match="0: the input must be the same on all 2 ranks"):
+        model(torch.tensor([rank]))
+    with pytest.raises(ValueError, match="1: the input must be the same on all 2 ranks"):
+        model[1](torch.ones(1, 4) + rank)
+    assert model(torch.tensor([3])).shape == (1, 2)
+
+
+@pytest.mark.timeout(60)
+def test_inputs_that_differ_are_told_on_request() -> None:
+    run_ranks(2, inputs_that_differ, env={"PYCOMM_TP_CHECK": "1"})
+
+
 @pytest.mark.timeout(60)
 def test_seeds_and_meta() -> None:
     run_ranks(3, seeds_and_meta)

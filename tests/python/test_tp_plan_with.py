@@ -54,6 +54,8 @@ def data_and_tensor_parallel(rank: int, size: int, kind: str) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         whole = decoder()
         model: Any = copy.deepcopy(whole)
+        with pytest.raises(ValueError, match=r"needs one dimension of the mesh.*mesh\['tp'\]"):
+            parallelize_module(model, mesh, plan())
         parallelize_module(model, mesh["tp"], plan())
         everything = ids(batch=4)
         loss_of(whole, everything).backward()
