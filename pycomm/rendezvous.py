@@ -29,7 +29,6 @@ _folders = itertools.count()  # of the communicators that meet in a folder named
 _stores: list[Any] = []  # rank 0 of a store of ours serves it: it must live as long as the process
 _met: set[str] = set()  # folders in which this process met its peers: rank 0 may not have taken them back yet
 _NOWHERE = "nowhere"  # the key's value while rank 0 does not wait
-_SLICE_S = 0.5  # torch's stores do not look for Ctrl-C while they wait
 
 
 @dataclass(frozen=True)
@@ -99,31 +98,27 @@ def _by_store(store: Any, rank: int, size: int, timeout: float) -> Place:
 
 
 def _told(store: Any, key: str, rank: int, size: int, timeout: float) -> tuple[str, str]:
-    """Rank 0's host, and the folder in which it waits."""
-    end = time.monotonic() + timeout
-    pause_s, why = 1e-3, "it waits in no folder now"
-    while True:
-        left = end - time.monotonic()
-        try:
-            store.wait([key], _patience(max(min(left, _SLICE_S), 1e-3)))
-        except RuntimeError as error:  # a FileStore raises nothing more special
-            why = str(error).splitlines()[0]
-            if isinstance(error, dist.DistNetworkError) or left <= _SLICE_S:
-                kind = CommError if isinstance(error, dist.DistNetworkError) else CommTimeoutError
-                raise kind(_alone(store, rank, size, timeout, why)) from error
-            continue
-        first, _, folder = store.get(key).decode().partition("\n")
-        if first != _NOWHERE and folder not in _met:
-            return first, folder
-        if left <= 0:
-            raise CommTimeoutError(_alone(store, rank, size, timeout, why))
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.05)
+    """Rank 0's host, and the folder in which it waits.
 
-
-def _alone(store: Any, rank: int, size: int, timeout: float, why: str) -> str:
-    return (
-        f"rank {rank} of {size} waited {timeout:g} s for rank 0 to come to the {type(store).__name__}: {why}"
+    Asks again and again: torch's stores do not look for Ctrl-C while they wait, and complain of short waits.
+    """
+    end, pause_s = time.monotonic() + timeout, 1e-3
+    try:
+        while True:
+            if store.check([key]):
+                first, _, folder = store.get(key).decode().partition("\n")
+                if first != _NOWHERE and folder not in _met:
+                    return first, folder
+            if time.monotonic() > end:
+                break
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.02)
+    except RuntimeError as error:  # a FileStore raises nothing more special
+        raise CommError(
+            f"rank {rank} of {size} asked the {type(store).__name__} for rank 0: {str(error).splitlines()[0]}"
+        ) from error
+    raise CommTimeoutError(
+        f"rank {rank} of {size} waited {timeout:g} s for rank 0 to come to the {type(store).__name__}"
     )
 
 
