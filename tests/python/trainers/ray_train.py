@@ -1,7 +1,8 @@
 """Ray Train on the backend "pycomm": python ray_train.py
 
-``TorchConfig(backend=...)`` takes any name; what is needed beside it is that pycomm is imported in Ray's
-workers before Ray makes the process group there: ``worker_process_setup_hook`` does that.
+Nothing but the name in ``TorchConfig``: torch finds an installed pycomm when it is imported in Ray's workers.
+(Before torch 2.5, or when pycomm is only on the path, each worker has to import it before Ray makes the
+process group: ``ray.init(runtime_env={"worker_process_setup_hook": a_function_that_imports_pycomm})``.)
 """
 
 from __future__ import annotations
@@ -18,11 +19,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from small_model import BATCH, EPOCHS, LEARNING_RATE, make_data, make_model, options, report
-
-
-def import_pycomm() -> None:
-    """In each worker, when it starts."""
-    import pycomm  # noqa: F401 (it registers the backend)
 
 
 def train(config: dict[str, Any]) -> None:
@@ -56,11 +52,7 @@ def train(config: dict[str, Any]) -> None:
 
 def main() -> None:
     args = options(__doc__, ranks=2)
-    ray.init(
-        num_cpus=args.ranks,
-        include_dashboard=False,
-        runtime_env={"worker_process_setup_hook": import_pycomm},
-    )
+    ray.init(num_cpus=args.ranks, include_dashboard=False)
     with tempfile.TemporaryDirectory() as folder:
         trainer = ray.train.torch.TorchTrainer(
             train,
