@@ -17,6 +17,12 @@ from pycomm.tensor_parallel.context import (
 )
 from pycomm.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pycomm.tensor_parallel.embedding import VocabParallelEmbedding, parallel_lm_logits
+from pycomm.tensor_parallel.gradients import (
+    GradScaler,
+    clip_grad_norm_,
+    count_parameters,
+    has_overflow,
+)
 from pycomm.tensor_parallel.group import (
     communicator_of,
     destroy_model_parallel,
@@ -59,6 +65,16 @@ from pycomm.tensor_parallel.regions import (
     scatter_to_tensor_model_parallel_region,
 )
 from pycomm.tensor_parallel.shards import Split
+from pycomm.tensor_parallel.state_dict import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+    load_sharded_optimizer_state_dict,
+    materialize,
+    sharded_optimizer_state_dict,
+    sharded_state_dict,
+)
 from pycomm.tensor_parallel.styles import (
     ColwiseParallel,
     ForkRandom,
@@ -74,15 +90,16 @@ __all__ = [
     "ColwiseParallel",
     "ForkRandom",
     "FusedColumnParallelLinear",
+    "GradScaler",
     "LayerNorm",
     "LocalAttributes",
     "ParallelDifference",
+    "ParallelDropout",
     "ParallelReport",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
-    "ParallelDropout",
     "RMSNorm",
     "ReplicatedDropout",
     "RngTracker",
@@ -92,13 +109,17 @@ __all__ = [
     "Split",
     "VocabParallelEmbedding",
     "check_parallel",
+    "clip_grad_norm_",
     "communicator_of",
     "context_parallel_positions",
     "context_parallel_shard",
     "context_parallel_unshard",
     "copy_to_tensor_model_parallel_region",
+    "count_parameters",
     "destroy_model_parallel",
     "dropout",
+    "full_optimizer_state_dict",
+    "full_state_dict",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "get_context_parallel_group",
@@ -112,11 +133,16 @@ __all__ = [
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
     "gpt2_plan",
+    "has_overflow",
     "initialize_model_parallel",
     "llama_plan",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
+    "load_sharded_optimizer_state_dict",
     "mark_sharded",
-    "model_parallel_manual_seed",
+    "materialize",
     "model_parallel_is_initialized",
+    "model_parallel_manual_seed",
     "parallel_lm_logits",
     "parallelize_module",
     "reduce_from_tensor_model_parallel_region",
@@ -124,6 +150,8 @@ __all__ = [
     "ring_attention",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
+    "sharded_optimizer_state_dict",
+    "sharded_state_dict",
     "ulysses_attention",
     "vocab_parallel_cross_entropy",
 ]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pycomm.communicator import Communicator
+from pycomm.tensor_parallel.untraced import untraced
 
 __all__ = ["check_equal", "checks_are_on"]
 
@@ -33,6 +34,7 @@ def checks_are_on() -> bool:
     return text == "1"
 
 
+@untraced
 def check_equal(tensor: Tensor, what: object, comm: Communicator) -> None:
     """Where checks are on: raises the same error on every rank unless all have the same tensor. Collective.
 

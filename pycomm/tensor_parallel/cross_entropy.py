@@ -30,6 +30,7 @@ from pycomm.tensor_parallel.regions import (
     lengths_of,
     reduce_from_tensor_model_parallel_region,
 )
+from pycomm.tensor_parallel.untraced import untraced
 
 __all__ = ["vocab_parallel_cross_entropy"]
 
@@ -37,6 +38,7 @@ Reduction = Literal["mean", "sum", "none"]
 _BLOCK_ELEMS = 1 << 18  # 1 MiB of float32: stays in cache
 
 
+@untraced
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     target: Tensor,

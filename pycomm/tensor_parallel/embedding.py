@@ -23,10 +23,12 @@ from pycomm.tensor_parallel.regions import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from pycomm.tensor_parallel.shards import chunks, even
+from pycomm.tensor_parallel.untraced import untraced
 
 __all__ = ["VocabParallelEmbedding", "parallel_lm_logits"]
 
 
+@untraced
 def check_ids(who: object, ids: Tensor, n: int, comm: Communicator, ignored: int | None = None) -> None:
     """Raises an IndexError that names the first id outside of [0, n) and where it is; on every rank.
 

@@ -33,6 +33,7 @@ from pycomm.tensor_parallel.regions import (
     split_of_shards,
 )
 from pycomm.tensor_parallel.shards import Split, chunks, even
+from pycomm.tensor_parallel.untraced import untraced
 
 __all__ = ["gather_linear", "linear_reduce_scatter", "n_chunks_of"]
 
@@ -192,6 +193,7 @@ def _cast(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@untraced
 def gather_linear(part: Tensor, weight: Tensor, comm: Communicator, dim: int = 0) -> Tensor:
     """``F.linear`` of the whole sequence with this rank's weight.
 
@@ -210,6 +212,7 @@ def gather_linear(part: Tensor, weight: Tensor, comm: Communicator, dim: int = 0
     return out.movedim(0, dim).contiguous()
 
 
+@untraced
 def linear_reduce_scatter(x: Tensor, weight: Tensor, comm: Communicator, dim: int = 0) -> Tensor:
     """This rank's part along ``dim`` of the sum over ranks of ``F.linear(x, weight)``.
 

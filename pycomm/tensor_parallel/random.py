@@ -28,6 +28,7 @@ from pycomm.tensor_parallel.checks import check_equal
 from pycomm.tensor_parallel.group import Group, communicator_of
 from pycomm.tensor_parallel.philox import keep_mask
 from pycomm.tensor_parallel.regions import _apply, lengths_of
+from pycomm.tensor_parallel.untraced import untraced
 
 __all__ = ["ParallelDropout", "RngTracker", "dropout", "get_rng_tracker", "model_parallel_manual_seed"]
 
@@ -147,6 +148,7 @@ class _Dropout(torch.autograd.Function):
         return _apply(_Dropout, gradient, *ctx.how), None, None, None, None
 
 
+@untraced
 def dropout(
     input: Tensor, p: float = 0.5, training: bool = True, *, sharded: Sharded | None = None
 ) -> Tensor:

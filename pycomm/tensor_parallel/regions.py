@@ -30,6 +30,7 @@ from torch import Tensor
 from pycomm.communicator import Communicator
 from pycomm.tensor_parallel.group import Group, communicator_of
 from pycomm.tensor_parallel.shards import Split, even
+from pycomm.tensor_parallel.untraced import untraced
 
 __all__ = [
     "copy_many",
@@ -227,6 +228,7 @@ def copy_to_tensor_model_parallel_region(input: Tensor, group: Group = None) -> 
     return copy_many(comm, input)[0]
 
 
+@untraced
 def copy_many(comm: Communicator, *replicated: Tensor) -> tuple[Tensor, ...]:
     """:func:`copy_to_tensor_model_parallel_region` of several tensors, gradients summed in one call."""
     if comm.size == 1 or not torch.is_grad_enabled():
@@ -235,6 +237,7 @@ def copy_many(comm: Communicator, *replicated: Tensor) -> tuple[Tensor, ...]:
     return copies
 
 
+@untraced
 def reduce_from_tensor_model_parallel_region(input: Tensor, group: Group = None) -> Tensor:
     """The sum over the ranks.
 
@@ -277,6 +280,7 @@ def scatter_to_tensor_model_parallel_region(
     return _scatter("scatter_to_tensor_model_parallel_region", input, group, dim, split)
 
 
+@untraced
 def _scatter(who: str, input: Tensor, group: Group, dim: int, split: Split | None) -> Tensor:
     comm = communicator_of(group)
     dim = _dimension(who, input, dim)
@@ -309,6 +313,7 @@ def gather_from_tensor_model_parallel_region(
     return _gather("gather_from_tensor_model_parallel_region", input, group, dim, split, _Gather)
 
 
+@untraced
 def _gather(
     who: str,
     input: Tensor,
@@ -373,6 +378,7 @@ def gather_from_sequence_parallel_region(
     return _gather("gather_from_sequence_parallel_region", input, group, dim, split, function)
 
 
+@untraced
 def reduce_scatter_to_sequence_parallel_region(
     input: Tensor, group: Group = None, *, dim: int = 0, split: Split | None = None
 ) -> Tensor:

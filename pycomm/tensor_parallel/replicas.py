@@ -15,6 +15,7 @@ from torch import Tensor
 from pycomm.communicator import Communicator
 from pycomm.tensor_parallel.regions import _apply, _sums
 from pycomm.tensor_parallel.shards import Split
+from pycomm.tensor_parallel.untraced import untraced
 
 __all__ = ["with_summed_gradients"]
 
@@ -72,6 +73,7 @@ class _Sums(torch.autograd.Function):
         return None, None, *_apply(_Copies, *ctx.how, *gradients)
 
 
+@untraced
 def with_summed_gradients(split: Split, comm: Communicator, *shards: Tensor) -> tuple[Tensor, ...]:
     """The shards, sharded by ``split`` in dimension 0, with gradients summed over the holders of each row."""
     if not split.is_replicated or not torch.is_grad_enabled():

@@ -23,7 +23,7 @@ from pycomm.tensor_parallel.parameters import shard_index
 from pycomm.tensor_parallel.shards import even, heads
 from ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(200)
 F64 = torch.float64
 
 

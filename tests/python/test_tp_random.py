@@ -17,7 +17,7 @@ from pycomm.tensor_parallel.philox import _merged, keep_mask, words
 from pycomm.tensor_parallel.shards import even
 from ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 CPU = torch.device("cpu")
 
 

@@ -21,7 +21,7 @@ from pycomm.tensor_parallel.shards import Split, blocks, chunks, even, fused, he
 from ranks import run_ranks
 from torch_backend_ranks import world
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 
 
 # ---- shards: no ranks needed -----------------------------------------------------------------------------

@@ -1,0 +1,241 @@
+"""What is said of all gradients together, when each rank has shards: their norm, whether one is not finite.
+
+Each logical parameter counts once: a shard by what no lower rank has of it (a key-value head may be on
+several ranks), a replicated parameter by the lowest rank's. Which parameters are shards, and over which
+ranks, is known from the layers (parameters.py); so tensor-parallel ranks need not be named. Every rank gets
+the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pycomm.communicator import Communicator
+from pycomm.tensor_parallel.group import Group, communicator_of
+from pycomm.tensor_parallel.parameters import ParameterShard, shard_index
+
+__all__ = ["GradScaler", "clip_grad_norm_", "count_parameters", "has_overflow"]
+
+Parameters = nn.Module | Tensor | Iterable[Tensor]
+
+
+def _unique(parameters: Parameters) -> list[Tensor]:
+    if isinstance(parameters, nn.Module):
+        return list(parameters.parameters())
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return list({id(p): p for p in given}.values())
+
+
+def _communicators(
+    parameters: list[Tensor], index: dict[int, ParameterShard], mesh: Group, who: str
+) -> list[Communicator]:
+    """Of the shards among the parameters, and the one that is named; in an order that ranks share."""
+    found = {id(s.comm): s.comm for p in parameters if (s := index.get(id(p))) is not None}
+    if mesh is not None:
+        named = communicator_of(_tensor_mesh(mesh, who), who=f"{who}: mesh")
+        found.setdefault(id(named), named)
+    return list(found.values())
+
+
+def _tensor_mesh(mesh: Group, who: str) -> Group:
+    """Of a mesh with several dimensions the one that is called "tp"."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim == 1:
+        return mesh
+    names = mesh.mesh_dim_names or ()
+    if "tp" not in names:
+        raise ValueError(
+            f"{who}: mesh has {mesh.ndim} dimensions, {names or 'without names'}, and none is called 'tp'; "
+            "give the one of the tensor-parallel ranks, such as mesh['model']"
+        )
+    return mesh["tp"]
+
+
+def _counted(parameter: Tensor, shard: ParameterShard | None) -> list[Tensor]:
+    """The parts of a parameter's gradient that this rank answers for, without empty ones."""
+    gradient: Any = parameter.grad
+    if shard is None or not shard.split.is_replicated:
+        return [gradient] if gradient.numel() > 0 else []
+    if hasattr(gradient, "full_tensor"):  # of FSDP2; rare enough to be gathered
+        gradient = gradient.full_tensor()
+    owned = shard.split.owned(shard.comm.rank)
+    return [gradient.narrow(shard.dim, at, stop - start) for (start, stop), at in owned]
+
+
+def _norm(gradient: Any, p: float) -> Tensor:
+    wide = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
+    norm: Any = torch.linalg.vector_norm(gradient, p, dtype=wide)
+    if hasattr(norm, "full_tensor"):  # of FSDP2: over its ranks
+        norm = norm.full_tensor()
+    plain: Tensor = norm.to(torch.float64)
+    return plain
+
+
+def _total(norms: list[Tensor], p: float) -> Tensor:
+    """The p-th power of the norm of all, or the norm itself where p is infinite."""
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
+    stacked = torch.stack(norms)
+    return stacked.max() if math.isinf(p) else stacked.pow(p).sum()
+
+
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    mesh: Group = None,
+    pipeline_group: Group = None,
+    counted_elsewhere: Iterable[Tensor] = (),
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` for a model cut over ranks: the norm is that of one process.
+
+    Collective over the tensor-parallel ranks, which give the same parameters in the same order.
+
+    Args:
+        parameters: a module, or its parameters; shards and replicated ones, also FSDP2's.
+        max_norm: what the norm is cut down to.
+        norm_type: p of the p-norm, above 0; ``math.inf`` is the largest magnitude.
+        error_if_nonfinite: raise, on every rank, where the norm is NaN or infinite.
+        mesh: the tensor-parallel ranks, where no parameter says them; of a mesh with several dimensions,
+            "tp".
+        pipeline_group: ranks with other stages of the model, whose norms are part of the total.
+        counted_elsewhere: parameters that another stage counts, such as a tied embedding's.
+
+    Returns:
+        The norm, float64 without dimensions, the same bits on every rank.
+
+    Raises:
+        RuntimeError: the norm is not finite, when asked.
+        ValueError: ``norm_type`` is not above 0, or the mesh has no dimension "tp".
+
+    Example:
+        >>> weight = nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_grad_norm_([weight], max_norm=1.0)
+        tensor(5., dtype=torch.float64)
+    """
+    p = float(norm_type)
+    if not p > 0.0:
+        raise ValueError(f"clip_grad_norm_: norm_type must be above 0, got {norm_type!r}")
+    given = _unique(parameters)
+    index = shard_index()
+    skipped = {id(parameter) for parameter in counted_elsewhere}
+    norms: dict[int | None, list[Tensor]] = {}
+    for parameter in given:
+        if parameter.grad is None or id(parameter) in skipped:
+            continue
+        shard = index.get(id(parameter))
+        mine = norms.setdefault(None if shard is None else id(shard.comm), [])
+        mine.extend(_norm(gradient, p) for gradient in _counted(parameter, shard))
+    total = _total(norms.get(None, []), p)
+    for comm in _communicators(given, index, mesh, "clip_grad_norm_"):
+        table = torch.empty(comm.size, 2, dtype=torch.float64)
+        comm.all_gather(table, torch.stack([_total(norms.get(id(comm), []), p), total]))
+        shards = table[:, 0].max() if math.isinf(p) else table[:, 0].sum()
+        total = _joined(table[0, 1], shards, p)
+    if pipeline_group is not None:
+        stages = communicator_of(pipeline_group, who="clip_grad_norm_: pipeline_group")
+        everyones = torch.empty(stages.size, dtype=torch.float64)
+        stages.all_gather(everyones, total.view(1))
+        total = everyones.max() if math.isinf(p) else everyones.sum()
+    norm = total if math.isinf(p) else total.pow(1.0 / p)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"clip_grad_norm_: the total norm of order {norm_type} is {float(norm)} and cannot be clipped; "
+            "find the gradient with torch.autograd.detect_anomaly, or pass error_if_nonfinite=False"
+        )
+    factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    for parameter in given:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+    return norm
+
+
+def _joined(a: Tensor, b: Tensor, p: float) -> Tensor:
+    return torch.maximum(a, b) if math.isinf(p) else a + b
+
+
+def has_overflow(parameters: Parameters, *, mesh: Group = None) -> bool:
+    """Whether some gradient has an element that is not finite, on some rank; the same on every rank.
+
+    Collective over the tensor-parallel ranks. A rank that skips a step alone would leave the others' model.
+
+    Args:
+        parameters, mesh: as for :func:`clip_grad_norm_`.
+
+    Example:
+        >>> weight = nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, float("inf")])
+        >>> has_overflow([weight])
+        True
+    """
+    given = _unique(parameters)
+    found = torch.zeros(1, dtype=torch.int32)
+    for parameter in given:
+        gradient: Any = parameter.grad
+        if gradient is not None:
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            found |= int(not bool(torch.isfinite(local).all()))
+    for comm in _communicators(given, shard_index(), mesh, "has_overflow"):
+        comm.all_reduce(found, op="max")
+    return bool(found)
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` whose ranks agree on which steps are skipped, and so on the scale.
+
+    Args:
+        group: the ranks that must agree: see :mod:`pycomm.tensor_parallel.group`.
+        device, options: as for torch's.
+
+    Example:
+        >>> scaler = GradScaler(init_scale=4.0)
+        >>> scaler.get_scale()
+        4.0
+    """
+
+    def __init__(self, group: Group = None, device: str = "cpu", **options: Any) -> None:
+        super().__init__(device, **options)
+        self._group = communicator_of(group, who="GradScaler: group")
+
+    def _agree(self, optimizer: torch.optim.Optimizer) -> None:
+        state: Any = self._per_optimizer_states[id(optimizer)]
+        found = list(state["found_inf_per_device"].values())
+        mine = sum((f.detach().to("cpu") for f in found), torch.zeros(())).view(1).clone()
+        self._group.all_reduce(mine, op="max")
+        for f in found:
+            f.fill_(float(mine))
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """As torch's; then all ranks know of every rank's overflow. Collective."""
+        super().unscale_(optimizer)
+        if self.is_enabled():
+            self._agree(optimizer)
+
+
+def count_parameters(module: nn.Module, *, trainable_only: bool = False) -> int:
+    """How many elements one process's model would have: shards count as their whole, tied parameters once.
+
+    Not collective.
+
+    Example:
+        >>> from pycomm.tensor_parallel import ColumnParallelLinear
+        >>> count_parameters(ColumnParallelLinear(3, 5))
+        20
+    """
+    index = shard_index()
+    total = 0
+    for parameter in module.parameters():
+        if trainable_only and not parameter.requires_grad:
+            continue
+        shard = index.get(id(parameter))
+        shape = parameter.shape if shard is None else shard.whole_shape(parameter.shape)
+        total += math.prod(shape)
+    return total
