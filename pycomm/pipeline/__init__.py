@@ -1,4 +1,28 @@
 """Pipeline parallelism: a deep model in stages on ranks, all of them busy.
 
-``schedule`` holds what a rank does and when, as data.
+schedule/ holds what a rank does and when, as data; runtime.py executes it with stage.py (one stage's
+forwards and backwards, backward.py in halves) and post.py (messages of any shape, messages.py their
+contents); schedules.py has torch's classes around it.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pycomm.pipeline.schedules import *  # noqa: F403
+    from pycomm.pipeline.stage import PipelineStage as PipelineStage
+
+# torch is imported with the first name that needs it: the command line has schedules without it.
+_LATER = {"PipelineStage": "pycomm.pipeline.stage"}
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    module = importlib.import_module(_LATER.get(name, "pycomm.pipeline.schedules"))
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise AttributeError(f"module 'pycomm.pipeline' has no attribute {name!r}") from None

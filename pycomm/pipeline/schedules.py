@@ -1,0 +1,339 @@
+"""The schedules as torch's users know them: made of stages, ``step`` trains one batch, ``eval`` computes it.
+
+Each class is a name of :mod:`pycomm.pipeline.schedule.catalog`; what a rank does is that order, run by
+:class:`pycomm.pipeline.runtime.Runtime`.
+
+The loss of a step is that of the whole batch: with c_k the count of microbatch k (its samples, or what
+``count`` says of its target, such as tokens that are not ignored) the sum of c_k / C times the loss of
+microbatch k, C being the sum of all counts, over ``count_group`` too. So gradients are the batch's whatever
+the microbatches' sizes, and accumulate over steps without being scaled again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pycomm.pipeline import microbatches
+from pycomm.pipeline.messages import leaves
+from pycomm.pipeline.runtime import Runtime
+from pycomm.pipeline.schedule.catalog import CATALOG, build
+from pycomm.pipeline.schedule.gpipe import forward_only
+from pycomm.pipeline.schedule.order import Order
+from pycomm.pipeline.schedule.verify import verify
+from pycomm.pipeline.stage import PipelineStage
+from pycomm.tensor_parallel.group import communicator_of
+
+__all__ = [
+    "PipelineSchedule",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleEager1F1B",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
+    "ScheduleZeroBubbleH1",
+    "ScheduleZeroBubbleH2",
+    "get_schedule_class",
+]
+
+
+class PipelineSchedule:
+    """A pipeline of stages under a schedule.
+
+    Args:
+        stages: of this rank: one, or a list of them in the order of their numbers.
+        n_microbatches: in which a batch is cut.
+        loss_fn: of the last stage's output and target, of one microbatch; a mean over what it counts. Needed
+            by ``step`` on the rank of the last stage.
+        args_chunk_spec, kwargs_chunk_spec: torch's ``TensorChunkSpec`` and ``_Replicate``; None cuts every
+            tensor along dimension 0.
+        scale_grads: True: ``loss_fn`` is a mean, as above. False: it is a sum; losses are added.
+        count: of a microbatch's target, what its loss is a mean over; None: its samples.
+        count_group: the data-parallel ranks whose batches are one batch, too (their gradients are averaged
+            by DDP); None: no others.
+        loss_on_all_ranks: whether ``loss`` is set on every rank, which costs one broadcast a step.
+        order: actions of a user's own in place of the class's schedule (see :class:`Order`).
+
+    Attributes:
+        loss: of the last step: a tensor on the rank of the last stage, or on all ranks; None elsewhere.
+
+    Raises:
+        ValueError: stages that do not fit the schedule or each other, no microbatches, an order that cannot
+            be; on every rank where it is about the schedule.
+
+    Example:
+        >>> from torch import nn
+        >>> stage = PipelineStage(nn.Linear(2, 1), 0, 1)
+        >>> schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+        >>> output = schedule.step(torch.ones(4, 2), target=torch.zeros(4, 1))
+        >>> output.shape, schedule.loss.requires_grad
+        (torch.Size([4, 1]), False)
+    """
+
+    schedule_name = ""  #: in the catalog
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        *,
+        scale_grads: bool = True,
+        count: Callable[[Any], float] | None = None,
+        count_group: Any = None,
+        loss_on_all_ranks: bool = False,
+        order: Order | None = None,
+    ) -> None:
+        mine = [stages] if isinstance(stages, PipelineStage) else list(stages)
+        if not mine:
+            raise ValueError("a rank needs at least one stage")
+        n_stages = mine[0].num_stages
+        self._comm = communicator_of(mine[0].group, who="PipelineStage: group")
+        self._stages = {stage.stage_index: stage for stage in mine}
+        self._n_microbatches = n_microbatches
+        self._order = self._build(n_stages, n_microbatches) if order is None else order
+        verify(self._order)
+        self._check_stages(mine, n_stages)
+        self._loss_fn = loss_fn
+        self._specs = args_chunk_spec, kwargs_chunk_spec
+        self._scales, self._count = scale_grads, count
+        self._count_comm = None if count_group is None else communicator_of(count_group)
+        self._shares_loss = loss_on_all_ranks
+        self._runtime = Runtime(self._comm, self._stages, n_stages)
+        self.loss: Tensor | None = None
+
+    def _build(self, n_stages: int, n_microbatches: int) -> Order:
+        if not self.schedule_name:
+            raise ValueError("PipelineSchedule needs an order; or use one of the schedules' classes")
+        p = self._comm.size
+        if n_stages % p != 0:
+            raise ValueError(
+                f"{self.schedule_name}: {n_stages} stages cannot be spread evenly over {p} ranks; give each "
+                "rank as many stages"
+            )
+        return build(self.schedule_name, p, n_microbatches, n_stages // p)
+
+    def _check_stages(self, mine: list[PipelineStage], n_stages: int) -> None:
+        order, rank = self._order, self._comm.rank
+        if order.n_ranks != self._comm.size or order.n_stages != n_stages:
+            raise ValueError(
+                f"{order.name}: the schedule is of {order.n_ranks} ranks and {order.n_stages} stages, the "
+                f"group has {self._comm.size} ranks and the stages say num_stages={n_stages}"
+            )
+        expected, given = order.stages_of(rank), sorted(self._stages)
+        if expected != given or len(given) != len(mine):
+            raise ValueError(
+                f"{order.name}: rank {rank} of {order.n_ranks} holds stages {expected}, got {given}; every "
+                f"stage's rank is {list(order.placement)}"
+            )
+        if order.n_microbatches != self._n_microbatches:
+            raise ValueError(
+                f"{order.name}: the schedule is of {order.n_microbatches} microbatches, n_microbatches is "
+                f"{self._n_microbatches}"
+            )
+
+    @property
+    def order(self) -> Order:
+        """What every rank computes."""
+        return self._order
+
+    @property
+    def _has_first(self) -> bool:
+        return 0 in self._stages
+
+    @property
+    def _has_last(self) -> bool:
+        return self._order.n_stages - 1 in self._stages
+
+    def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
+        """Forward and backward of one batch; gradients are added to ``.grad``.
+
+        Args:
+            args: the batch, on the rank of the first stage.
+            target: its targets, on the rank of the last stage.
+            losses: filled with the microbatches' losses there.
+            kwargs: further arguments of this rank's stages, cut likewise.
+
+        Returns:
+            The output on the rank of the last stage, without autograd's graph; None elsewhere.
+
+        Raises:
+            ValueError: a batch of fewer samples than microbatches, or no ``loss_fn`` on the last stage.
+            CommError: another rank is lost, or does not come.
+        """
+        loss = self._loss_of(target) if self._has_last else None
+        outputs, made = self._runtime.run(self._order, self._inputs(args, kwargs), loss)
+        if not self._has_last:
+            self._set_loss(None)
+            return None
+        if losses is not None:
+            losses[:] = [found for found in self._plain if found is not None]
+        self._set_loss(torch.stack([m for m in made if m is not None]).sum())
+        return microbatches.merge(outputs)
+
+    def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
+        """Forward of one batch, of any size that can be cut; as :meth:`step`, a loss is not needed."""
+        loss = None
+        if self._has_last and self._loss_fn is not None and target is not None:
+            loss = self._loss_of(target)
+        order = forward_only(self._order.placement, self._order.n_ranks, self._n_microbatches)
+        outputs, made = self._runtime.run(order, self._inputs(args, kwargs), loss)
+        if not self._has_last:
+            return None
+        if loss is not None:
+            self.loss = torch.stack([m for m in made if m is not None]).sum()
+            if losses is not None:
+                losses[:] = [found for found in self._plain if found is not None]
+        return microbatches.merge(outputs)
+
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        given = args if self._has_first else ()
+        return microbatches.split(given, kwargs, self._n_microbatches, self._specs[0], self._specs[1])
+
+    def _loss_of(self, target: Any) -> Callable[[Any, int], Tensor]:
+        if self._loss_fn is None:
+            raise ValueError(
+                f"{self._order.name}: rank {self._comm.rank} has the last stage and needs a loss_fn to train"
+            )
+        loss_fn, n = self._loss_fn, self._n_microbatches
+        targets = [row[0][0] for row in microbatches.split((target,), {}, n)]
+        weights = self._weights(targets)
+        self._plain: list[Tensor | None] = [None] * n
+
+        def loss(output: Any, k: int) -> Tensor:
+            if weights[k] == 0:  # the mean of nothing is no number
+                zero = torch.stack(
+                    [leaf.sum() * 0 for leaf in leaves(output) if leaf.is_floating_point()]
+                ).sum()
+                self._plain[k] = zero.detach()
+                return zero
+            made = loss_fn(output, targets[k])
+            self._plain[k] = made.detach()
+            return made * weights[k]
+
+        return loss
+
+    def _weights(self, targets: list[Any]) -> list[float]:
+        if not self._scales:
+            return [1.0] * len(targets)
+        counts = [
+            float(self._count(t)) if self._count is not None else float(microbatches.n_samples(t) or 1)
+            for t in targets
+        ]
+        total, n = sum(counts), 1
+        if self._count_comm is not None:
+            all_counts = torch.tensor([total], dtype=torch.float64)
+            self._count_comm.all_reduce(all_counts)
+            total, n = float(all_counts), self._count_comm.size
+        if total == 0:
+            raise ValueError(f"{self._order.name}: the targets of the whole batch count nothing")
+        return [c * n / total for c in counts]
+
+    def _set_loss(self, loss: Tensor | None) -> None:
+        if self._shares_loss:
+            shared = torch.zeros((), dtype=torch.float64) if loss is None else loss.to(torch.float64)
+            root = self._order.placement[-1]
+            self._comm.broadcast(shared, root)
+            loss = shared if loss is None else loss
+        self.loss = loss
+
+
+class ScheduleGPipe(PipelineSchedule):
+    """All forwards, all backwards."""
+
+    schedule_name = "GPipe"
+
+
+class Schedule1F1B(PipelineSchedule):
+    """A forward, a backward: PipeDream-flush."""
+
+    schedule_name = "1F1B"
+
+
+class ScheduleEager1F1B(PipelineSchedule):
+    """1F1B further ahead, for slow links."""
+
+    schedule_name = "Eager1F1B"
+
+
+class ScheduleInterleaved1F1B(PipelineSchedule):
+    """1F1B with several stages on a rank, in a loop."""
+
+    schedule_name = "Interleaved1F1B"
+
+
+class ScheduleLoopedBFS(PipelineSchedule):
+    """GPipe with several stages on a rank, in a loop."""
+
+    schedule_name = "LoopedBFS"
+
+
+class ScheduleZeroBubbleH1(PipelineSchedule):
+    """Weight gradients fill the gaps of 1F1B, in its memory."""
+
+    schedule_name = "ZeroBubbleH1"
+
+
+class ScheduleZeroBubbleH2(PipelineSchedule):
+    """No gaps, for twice the memory."""
+
+    schedule_name = "ZeroBubbleH2"
+
+
+class ScheduleInterleavedZeroBubble(PipelineSchedule):
+    """H1 with several stages on a rank, in a loop."""
+
+    schedule_name = "InterleavedZeroBubble"
+
+
+class ScheduleZBVZeroBubble(PipelineSchedule):
+    """Two stages on a rank in a V: rank r of p holds stages r and 2 p - 1 - r."""
+
+    schedule_name = "ZBVZeroBubble"
+
+
+class ScheduleDualPipeV(PipelineSchedule):
+    """Stages as in ZBV, forwards beside backwards."""
+
+    schedule_name = "DualPipeV"
+
+
+_CLASSES = {
+    made.schedule_name.lower(): made
+    for made in (
+        ScheduleGPipe,
+        Schedule1F1B,
+        ScheduleEager1F1B,
+        ScheduleInterleaved1F1B,
+        ScheduleLoopedBFS,
+        ScheduleZeroBubbleH1,
+        ScheduleZeroBubbleH2,
+        ScheduleInterleavedZeroBubble,
+        ScheduleZBVZeroBubble,
+        ScheduleDualPipeV,
+    )
+}
+
+
+def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
+    """The class of a schedule by its name, in upper or lower case.
+
+    Raises:
+        ValueError: there is none of that name.
+
+    Example:
+        >>> get_schedule_class("1f1b").__name__
+        'Schedule1F1B'
+    """
+    found = _CLASSES.get(schedule_name.lower())
+    if found is None:
+        raise ValueError(f"there is no pipeline schedule {schedule_name!r}; there are {', '.join(CATALOG)}")
+    return found

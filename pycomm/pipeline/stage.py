@@ -1,0 +1,163 @@
+"""One stage of a pipeline: its module, and what it keeps of each microbatch from forward to backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pycomm.pipeline.backward import HalfDone, backward_input, backward_weight
+from pycomm.pipeline.messages import leaves, replace_leaves
+
+__all__ = ["PipelineStage"]
+
+
+@dataclass
+class _Kept:
+    """Of one microbatch, from its forward to the end of its backward."""
+
+    inputs: list[Tensor]  # those that require a gradient
+    outputs: list[Tensor]  # likewise
+    half: HalfDone | None = None
+
+
+class PipelineStage:
+    """A part of a model on this rank.
+
+    Args:
+        submodule: computes the stage; its positional arguments are what the stage before returned (a tuple as
+            several arguments), the first stage's are those of ``schedule.step``. It may take and return
+            tensors of any shapes, which may change from one microbatch to the next, None, plain values, and
+            tuples, lists and dicts of these.
+        stage_index: in [0, num_stages).
+        num_stages: of the whole pipeline.
+        device: where the submodule is; ``torch.device("cpu")``.
+        input_args, output_args: accepted as torch's, and not needed: shapes travel with the messages.
+        group: the ranks of the pipeline: a Communicator, a torch process group, a DeviceMesh with one
+            dimension, or None for all ranks.
+
+    Raises:
+        ValueError: an index that is none, or a device without engine.
+
+    Example:
+        >>> stage = PipelineStage(nn.Linear(2, 2), 0, 1, "cpu")
+        >>> stage.is_first, stage.is_last
+        (True, True)
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device | str = "cpu",
+        input_args: Any = None,
+        output_args: Any = None,
+        group: Any = None,
+    ) -> None:
+        if not 0 <= stage_index < num_stages:
+            raise ValueError(f"stage_index must be in [0, {num_stages}), got {stage_index}")
+        if torch.device(device).type != "cpu":
+            raise ValueError(f"stage {stage_index}: pycomm has no engine for device {device}; use cpu")
+        self.submod = submodule
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = torch.device(device)
+        self.group = group
+        self._kept: dict[int, _Kept] = {}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it takes the batch."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it gives the output."""
+        return self.stage_index == self.num_stages - 1
+
+    def forward(
+        self,
+        microbatch: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        then: Callable[[Any], Tensor] | None,
+        keep: bool,
+    ) -> tuple[Any, Any]:
+        """Runs the module on one microbatch.
+
+        Args:
+            microbatch: its number.
+            args: inputs; tensors that require a gradient must be leaves.
+            kwargs: more of them, not from another stage.
+            then: of the last stage: makes the loss of the output.
+            keep: for the backward.
+
+        Returns:
+            The output, and the loss (or None).
+        """
+        with torch.set_grad_enabled(keep):
+            output = self.submod(*args, **kwargs)
+            loss = then(output) if then is not None else None
+        if keep:
+            inputs = [] if self.is_first else [t for t in leaves(args) if t.requires_grad]
+            ends = [loss] if loss is not None else leaves(output)
+            self._kept[microbatch] = _Kept(inputs, [t for t in ends if t.requires_grad])
+        return output, loss
+
+    def gives_gradient(self, microbatch: int) -> bool:
+        """Whether the backward of a microbatch makes gradients for the stage before."""
+        return bool(self._kept[microbatch].inputs)
+
+    def takes_gradient(self, microbatch: int) -> bool:
+        """Whether it needs gradients of its outputs."""
+        return bool(self._kept[microbatch].outputs)
+
+    def backward(
+        self, microbatch: int, gradients: list[Tensor | None] | None, half: bool
+    ) -> list[Tensor | None]:
+        """The backward of a microbatch, or its first half.
+
+        Args:
+            microbatch: its number.
+            gradients: of the outputs that require one; None: the output is a loss.
+            half: leave the weights' gradients to :meth:`backward_weights`.
+
+        Returns:
+            The gradients of the inputs that require one.
+        """
+        kept = self._kept[microbatch]
+        given = [None] * len(kept.outputs) if gradients is None else gradients
+        wanted = [
+            (o, g) for o, g in zip(kept.outputs, given, strict=True) if g is not None or gradients is None
+        ]
+        outputs, given = [o for o, _ in wanted], [g for _, g in wanted]
+        found: list[Tensor | None]
+        if half:
+            weights = [p for p in self.submod.parameters() if p.requires_grad]
+            found, kept.half = backward_input(outputs, given, kept.inputs, weights)
+            kept.outputs = []
+            return found
+        if outputs:
+            torch.autograd.backward(outputs, given)
+        found = [t.grad for t in kept.inputs]
+        del self._kept[microbatch]
+        return found
+
+    def backward_weights(self, microbatch: int) -> None:
+        """The second half."""
+        kept = self._kept.pop(microbatch)
+        if kept.half is not None:
+            backward_weight(kept.half)
+
+    def forget(self) -> None:
+        """After a failure."""
+        self._kept.clear()
+
+
+def as_leaves(value: Any) -> Any:
+    """The nest with tensors that autograd begins with; each requires a gradient as it does in the nest."""
+    return replace_leaves(value, lambda t: t.detach().requires_grad_(t.requires_grad))
