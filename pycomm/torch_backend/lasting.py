@@ -1,6 +1,6 @@
 """Whether torch keeps a work that is written in Python when a group's method gives it to C++.
 
-torch before 2.8 keeps the C++ half alone: the constructor of DDP, the reducer and functional collectives
+torch before 2.7 keeps the C++ half alone: the constructor of DDP, the reducer and functional collectives
 would wait forever for a work that nobody completes, so there is no backend for those. (A C++ work around our
 Future is no way out: there its ``wait()`` hides the errors of the call.)
 """
@@ -45,7 +45,7 @@ def check_torch() -> None:
     """
     if not torch_keeps_works():
         raise RuntimeError(
-            'the backend "pycomm" of torch.distributed needs torch 2.8 or newer, this is '
+            'the backend "pycomm" of torch.distributed needs torch 2.7 or newer, this is '
             f"{torch.__version__}, which lets go of works that are written in Python, so that DDP would wait "
             "forever: update torch, or use pycomm.init() and pycomm.DistributedDataParallel, which need no "
             "process group"

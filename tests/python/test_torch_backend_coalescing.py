@@ -90,9 +90,8 @@ def refusals() -> None:
     dist.barrier()  # the group is still good
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_the_coalescing_manager(n):
-    run_ranks(n, managers, timeout=50)
+def test_the_coalescing_manager():
+    run_ranks(3, managers, timeout=50)
 
 
 def calls_of_other_kinds(rank: int, size: int) -> None:

@@ -56,7 +56,7 @@ def public(rank: int, size: int) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     warnings.simplefilter("ignore")  # torch says that it is experimental
-    with world(rank, size), sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH):
         mesh = dist.init_device_mesh("cpu", (size,))
         for rotation in ROTATIONS:
             ring.set_rotate_method(rotation)
@@ -71,37 +71,36 @@ def public(rank: int, size: int) -> None:
                 torch.testing.assert_close(g, want, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_context_parallel(n):
-    run_ranks(n, public, timeout=50)
-
-
 def rings(rank: int, size: int) -> None:
     forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    with world(rank, size):
-        for rotation in ROTATIONS:
-            ring.set_rotate_method(rotation)
-            for causal, balanced in ((False, False), (True, False), (True, True)):
-                ring._cp_options.enable_load_balance = balanced
-                ring._cp_options.convert_to_f32 = False  # these are float64
-                q, k, v, gradient = (mine(t, rank, size, balanced) for t in inputs())
-                group = dist.group.WORLD
-                how = {"is_causal": causal, "dropout_p": 0.0}
-                out, lse = ring._templated_ring_attention(group, SEQUENCE, forward, q, k, v, **how)
-                grads = ring._templated_ring_attention_backward(
-                    group, SEQUENCE, backward, gradient, "grad_out", q, k, v, out, lse.squeeze(-1), **how
+    for rotation in ROTATIONS:
+        ring.set_rotate_method(rotation)
+        for causal, balanced in ((False, False), (True, False), (True, True)):
+            ring._cp_options.enable_load_balance = balanced
+            ring._cp_options.convert_to_f32 = False  # these are float64
+            q, k, v, gradient = (mine(t, rank, size, balanced) for t in inputs())
+            group = dist.group.WORLD
+            how = {"is_causal": causal, "dropout_p": 0.0}
+            out, lse = ring._templated_ring_attention(group, SEQUENCE, forward, q, k, v, **how)
+            grads = ring._templated_ring_attention_backward(
+                group, SEQUENCE, backward, gradient, "grad_out", q, k, v, out, lse.squeeze(-1), **how
+            )
+            for got, want in zip((out, *grads[:3]), in_one_process(causal), strict=True):
+                torch.testing.assert_close(
+                    got,
+                    mine(want, rank, size, balanced),
+                    rtol=1e-11,
+                    atol=1e-12,
+                    msg=lambda m, case=(rotation, causal, balanced): f"{case}: {m}",
                 )
-                for got, want in zip((out, *grads[:3]), in_one_process(causal), strict=True):
-                    torch.testing.assert_close(
-                        got,
-                        mine(want, rank, size, balanced),
-                        rtol=1e-11,
-                        atol=1e-12,
-                        msg=lambda m, case=(rotation, causal, balanced): f"{case}: {m}",
-                    )
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_the_ring_of_keys_and_values(n):
-    run_ranks(n, rings, timeout=50)
+def both(rank: int, size: int) -> None:
+    with world(rank, size):
+        public(rank, size)
+        rings(rank, size)
+
+
+def test_context_parallel_and_the_ring_of_keys_and_values():
+    run_ranks(3, both, timeout=50)

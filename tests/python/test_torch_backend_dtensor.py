@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from ranks import run_ranks
 from torch_backend_ranks import world
 
-pytestmark = pytest.mark.timeout(110)
+pytestmark = pytest.mark.timeout(180)
 placements = pytest.importorskip("torch.distributed.tensor.placement_types", reason="torch before 2.5")
 if not hasattr(torch.distributed.tensor, "DTensor"):
     pytest.skip("torch before 2.5", allow_module_level=True)
@@ -51,21 +51,20 @@ def check(tensor: DTensor, whole: torch.Tensor, mesh: Any, to: Any, what: Any) -
 
 
 def redistributed(rank: int, size: int) -> None:
-    with world(rank, size):
-        mesh = dist.init_device_mesh("cpu", (size,))
-        for dtype in (torch.float64, torch.int64, torch.bfloat16):
-            whole = torch.arange(5 * 7 * 2).view(5, 7, 2).to(dtype) % 50  # 2 rows, 3 ranks: an empty shard
-            sources: dict[Any, tuple[DTensor, torch.Tensor]] = {
-                p: (distribute_tensor(whole, mesh, [p]), whole) for p in (R, S0, S1, S2)
-            }
-            factors = [1, 4, 2, 3]  # of the ranks' parts of a partial value; small, so all is exact
-            wanted = {"sum": sum(factors[:size]), "max": 4, "min": 1}
-            for op, factor in wanted.items():
-                part = DTensor.from_local(whole * factors[rank], mesh, [Partial(op)])
-                sources[Partial(op)] = part, whole * factor
-            for (source, (tensor, value)), to in itertools.product(sources.items(), (R, S0, S1, S2)):
-                check(tensor.redistribute(mesh, [to]), value, mesh, [to], (source, to, dtype))
-        gradients(mesh)
+    mesh = dist.init_device_mesh("cpu", (size,))
+    for dtype in (torch.float64, torch.int64, torch.bfloat16):
+        whole = torch.arange(5 * 7 * 2).view(5, 7, 2).to(dtype) % 50  # 2 rows, 3 ranks: an empty shard
+        sources: dict[Any, tuple[DTensor, torch.Tensor]] = {
+            p: (distribute_tensor(whole, mesh, [p]), whole) for p in (R, S0, S1, S2)
+        }
+        factors = [1, 4, 2, 3]  # of the ranks' parts of a partial value; small, so all is exact
+        wanted = {"sum": sum(factors[:size]), "max": 4, "min": 1}
+        for op, factor in wanted.items():
+            part = DTensor.from_local(whole * factors[rank], mesh, [Partial(op)])
+            sources[Partial(op)] = part, whole * factor
+        for (source, (tensor, value)), to in itertools.product(sources.items(), (R, S0, S1, S2)):
+            check(tensor.redistribute(mesh, [to]), value, mesh, [to], (source, to, dtype))
+    gradients(mesh)
 
 
 def gradients(mesh: Any) -> None:
@@ -77,28 +76,23 @@ def gradients(mesh: Any) -> None:
         assert torch.equal(leaf.grad.full_tensor(), weights), (source, to)
 
 
-def test_redistribute_from_every_placement_to_every_other():
-    run_ranks(3, redistributed, timeout=100)
-
-
 def on_two_dimensions(rank: int, size: int) -> None:
-    with world(rank, size):
-        mesh = dist.init_device_mesh("cpu", (2, 2))
-        whole = torch.arange(7.0 * 5).view(7, 5)
-        choices = (R, S0, S1, Partial())
-        for source in itertools.product(choices, repeat=2):
-            factor, total, base = 1, 1, whole
-            for mesh_dim, placement in enumerate(source):
-                if placement.is_partial():
-                    factor *= mesh.get_local_rank(mesh_dim) + 1
-                    total *= 3
-            part = local_part(base, mesh, source) * factor
-            tensor = DTensor.from_local(
-                part.contiguous(), mesh, source, run_check=False, shape=whole.shape, stride=whole.stride()
-            )
-            for to in itertools.product((R, S0, S1), repeat=2):
-                check(tensor.redistribute(mesh, to), whole * total, mesh, to, (source, to))
-        strided(mesh, whole)
+    mesh = dist.init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(7.0 * 5).view(7, 5)
+    choices = (R, S0, S1, Partial())
+    for source in itertools.product(choices, repeat=2):
+        factor, total, base = 1, 1, whole
+        for mesh_dim, placement in enumerate(source):
+            if placement.is_partial():
+                factor *= mesh.get_local_rank(mesh_dim) + 1
+                total *= 3
+        part = local_part(base, mesh, source) * factor
+        tensor = DTensor.from_local(
+            part.contiguous(), mesh, source, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        for to in itertools.product((R, S0, S1), repeat=2):
+            check(tensor.redistribute(mesh, to), whole * total, mesh, to, (source, to))
+    strided(mesh, whole)
 
 
 def strided(mesh: Any, whole: torch.Tensor) -> None:
@@ -116,10 +110,6 @@ def strided(mesh: Any, whole: torch.Tensor) -> None:
         )
         for to in ((R, R), (R, S0), (S1, R), (R, S1)):
             check(tensor.redistribute(mesh, to), value, mesh, to, ("_StridedShard", rows, to))
-
-
-def test_redistribute_on_a_mesh_of_two_dimensions():
-    run_ranks(4, on_two_dimensions, timeout=100)
 
 
 def harness() -> Any:
@@ -169,60 +159,67 @@ def operations() -> list[tuple[Any, ...]]:
 
 
 def operated(rank: int, size: int) -> None:
-    with world(rank, size):
-        mesh = dist.init_device_mesh("cpu", (size,))
-        suite = harness()
+    mesh = dist.init_device_mesh("cpu", (size,))
+    suite = harness()
 
-        class Test(suite.DTensorTestBase):
-            world_size = size
+    class Test(suite.DTensorTestBase):
+        world_size = size
 
-            def runTest(self) -> None: ...
+        def runTest(self) -> None: ...
 
-        test = Test("runTest")
-        test.rank = rank
-        for function, *arguments in operations():
-            if function is torch.topk:
-                test._test_op(mesh, lambda *args: torch.topk(*args).values, *arguments)
-            elif function is torch.equal:
-                for args, _ in suite.DTensorConverter(mesh, tuple(arguments), {}):
-                    assert torch.equal(*args), args
-            else:
-                test._test_op(mesh, function, *arguments)
-
-
-def test_operations_for_all_ways_to_shard_their_arguments():
-    harness()
-    run_ranks(4, operated, timeout=100)
+    test = Test("runTest")
+    test.rank = rank
+    for function, *arguments in operations():
+        if function is torch.topk:
+            test._test_op(mesh, lambda *args: torch.topk(*args).values, *arguments)
+        elif function is torch.equal:
+            for args, _ in suite.DTensorConverter(mesh, tuple(arguments), {}):
+                assert torch.equal(*args), args
+        else:
+            test._test_op(mesh, function, *arguments)
 
 
 def a_transformer(rank: int, size: int) -> None:
+    suite = harness()
+    arguments = suite.ModelArgs(n_layers=2, vocab_size=8, max_seq_len=16, dim=16, n_heads=4, dropout_p=0.0)
+    mesh = dist.init_device_mesh("cpu", (size,))
+    for sequence_parallel in (False, True):
+        torch.manual_seed(5)
+        alone = suite.Transformer(arguments).double()
+        torch.manual_seed(5)
+        model = suite.Transformer(arguments).double()
+        # Attention on local heads: torch shards no flash attention of the CPU.
+        model = suite.Transformer.parallelize(model, mesh, sequence_parallel, local_output_for_attn=True)
+        tokens = torch.randint(8, (4, 8), generator=torch.Generator().manual_seed(6))
+        losses = []
+        for each in (alone, model):
+            out = each(tokens)
+            losses.append(F.cross_entropy(out.flatten(0, 1), tokens.roll(1, 1).flatten()))
+            losses[-1].backward()
+        torch.testing.assert_close(losses[1].detach(), losses[0].detach(), rtol=1e-6, atol=1e-7)
+        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            got = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            torch.testing.assert_close(
+                got, q.grad, rtol=1e-5, atol=1e-8, msg=lambda m, name=name: f"{name}: {m}"
+            )
+
+
+def of_three(rank: int, size: int) -> None:
     with world(rank, size):
-        suite = harness()
-        arguments = suite.ModelArgs(
-            n_layers=2, vocab_size=8, max_seq_len=16, dim=16, n_heads=4, dropout_p=0.0
-        )
-        mesh = dist.init_device_mesh("cpu", (size,))
-        for sequence_parallel in (False, True):
-            torch.manual_seed(5)
-            alone = suite.Transformer(arguments).double()
-            torch.manual_seed(5)
-            model = suite.Transformer(arguments).double()
-            # Attention on local heads: torch shards no flash attention of the CPU.
-            model = suite.Transformer.parallelize(model, mesh, sequence_parallel, local_output_for_attn=True)
-            tokens = torch.randint(8, (4, 8), generator=torch.Generator().manual_seed(6))
-            losses = []
-            for each in (alone, model):
-                out = each(tokens)
-                losses.append(F.cross_entropy(out.flatten(0, 1), tokens.roll(1, 1).flatten()))
-                losses[-1].backward()
-            torch.testing.assert_close(losses[1].detach(), losses[0].detach(), rtol=1e-6, atol=1e-7)
-            for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
-                got = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-                torch.testing.assert_close(
-                    got, q.grad, rtol=1e-5, atol=1e-8, msg=lambda m, name=name: f"{name}: {m}"
-                )
+        redistributed(rank, size)
 
 
-def test_a_transformer_in_tensor_and_sequence_parallel():
+def of_four(rank: int, size: int) -> None:
+    with world(rank, size):
+        on_two_dimensions(rank, size)
+        operated(rank, size)
+        a_transformer(rank, size)
+
+
+def test_redistribute_from_every_placement_to_every_other():
+    run_ranks(3, of_three, timeout=170)
+
+
+def test_two_dimensions_operations_and_a_transformer():
     harness()
-    run_ranks(2, a_transformer, timeout=100)
+    run_ranks(4, of_four, timeout=170)

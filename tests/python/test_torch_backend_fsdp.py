@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 from collections.abc import Callable
 from functools import partial
@@ -21,9 +22,9 @@ from torch import nn
 from ranks import run_ranks
 from torch_backend_ranks import world
 
-pytestmark = pytest.mark.timeout(110)
+pytestmark = pytest.mark.timeout(180)
 fsdp = pytest.importorskip("torch.distributed.fsdp")
-needs_fsdp2 = pytest.mark.skipif(not hasattr(fsdp, "fully_shard"), reason="torch before 2.6")
+has_fsdp2 = hasattr(fsdp, "fully_shard")
 MICROBATCHES = 3
 
 
@@ -90,106 +91,78 @@ def compare(rank: int, size: int, model: Any, what: Any) -> None:
 
 
 def options(rank: int, size: int) -> None:
-    with world(rank, size):
-        flat = dist.init_device_mesh("cpu", (size,))
-        two = dist.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
-        for reshard in (True, False, 2):
-            model = shard(network(), mesh=flat, reshard_after_forward=reshard)
-            compare(rank, size, model, f"reshard_after_forward={reshard}")
-        compare(rank, size, shard(network(), mesh=two), "HSDP")
-        offload = fsdp.CPUOffloadPolicy(pin_memory=False)
-        compare(rank, size, shard(network(), mesh=flat, offload_policy=offload), "offload")
+    flat = dist.init_device_mesh("cpu", (size,))
+    two = dist.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    for reshard in (True, False, 2):
+        model = shard(network(), mesh=flat, reshard_after_forward=reshard)
+        compare(rank, size, model, f"reshard_after_forward={reshard}")
+    compare(rank, size, shard(network(), mesh=two), "HSDP")
+    offload = fsdp.CPUOffloadPolicy(pin_memory=False)
+    compare(rank, size, shard(network(), mesh=flat, offload_policy=offload), "offload")
 
-        model = shard(network(), mesh=flat)
-        blocks = [layer for layer in model if isinstance(layer, Block)]
-        blocks[0].set_modules_to_forward_prefetch(blocks[1:])
-        blocks[1].set_modules_to_backward_prefetch(blocks[:1])
-        compare(rank, size, model, "prefetch")
+    model = shard(network(), mesh=flat)
+    blocks = [layer for layer in model if isinstance(layer, Block)]
+    blocks[0].set_modules_to_forward_prefetch(blocks[1:])
+    blocks[1].set_modules_to_backward_prefetch(blocks[:1])
+    compare(rank, size, model, "prefetch")
 
-        model = shard(network(), mesh=flat)
-        if hasattr(model, "set_allocate_memory_from_process_group_for_comm"):
-            model.set_allocate_memory_from_process_group_for_comm(True)
-            compare(rank, size, model, "buffers of the group's own memory")
-
-
-@needs_fsdp2
-def test_options_of_fsdp2():
-    run_ranks(4, options, timeout=100)
+    model = shard(network(), mesh=flat)
+    if hasattr(model, "set_allocate_memory_from_process_group_for_comm"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+        compare(rank, size, model, "buffers of the group's own memory")
 
 
 def accumulated(rank: int, size: int) -> None:
-    with world(rank, size):
-        flat = dist.init_device_mesh("cpu", (size,))
-        two = dist.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
-        right = network()
-        losses = [loss_of(right, batch(r, s)) for r in range(size) for s in range(MICROBATCHES)]
-        (torch.stack(losses).sum() / size).backward()
-        for mesh in (flat, two):
-            for setting in ("requires_gradient_sync", "requires_all_reduce", "reshard_after_backward"):
-                if setting == "requires_all_reduce" and mesh is flat:
-                    continue
-                model = shard(network(), mesh=mesh)
-                for micro in range(MICROBATCHES):
-                    getattr(model, f"set_{setting}")(micro == MICROBATCHES - 1)
-                    loss_of(model, batch(rank, micro)).backward()
-                same(model, right, f"accumulation with {setting} on {mesh}")
-
-
-@needs_fsdp2
-def test_gradient_accumulation():
-    run_ranks(4, accumulated, timeout=100)
+    flat = dist.init_device_mesh("cpu", (size,))
+    two = dist.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    right = network()
+    losses = [loss_of(right, batch(r, s)) for r in range(size) for s in range(MICROBATCHES)]
+    (torch.stack(losses).sum() / size).backward()
+    for mesh in (flat, two):
+        for setting in ("requires_gradient_sync", "requires_all_reduce", "reshard_after_backward"):
+            if setting == "requires_all_reduce" and mesh is flat:
+                continue
+            model = shard(network(), mesh=mesh)
+            for micro in range(MICROBATCHES):
+                getattr(model, f"set_{setting}")(micro == MICROBATCHES - 1)
+                loss_of(model, batch(rank, micro)).backward()
+            same(model, right, f"accumulation with {setting} on {mesh}")
 
 
 def ignored(rank: int, size: int) -> None:
-    with world(rank, size):
-        model = network()
-        left_out = {layer.scale for layer in model if isinstance(layer, Block)}
-        shard(model, ignored_params=left_out)
-        loss_of(model, batch(rank, 0)).backward()
-        right, alone = network(), network()
-        torch.stack([loss_of(right, batch(r, 0)) for r in range(size)]).mean().backward()
-        loss_of(alone, batch(rank, 0)).backward()  # what is ignored has this rank's gradient
-        for (name, p), q, own in zip(
-            model.named_parameters(), right.parameters(), alone.parameters(), strict=True
-        ):
-            want = own.grad if name.endswith("scale") else q.grad
-            assert hasattr(p, "full_tensor") != name.endswith("scale"), name
-            torch.testing.assert_close(whole(p.grad), want, rtol=1e-11, atol=1e-13)
-
-
-@needs_fsdp2
-def test_ignored_parameters():
-    import inspect
-
     if "ignored_params" not in inspect.signature(fsdp.fully_shard).parameters:
-        pytest.skip("torch before 2.7")
-    run_ranks(3, ignored, timeout=100)
+        return  # torch before 2.8
+    model = network()
+    left_out = {layer.scale for layer in model if isinstance(layer, Block)}
+    shard(model, ignored_params=left_out)
+    loss_of(model, batch(rank, 0)).backward()
+    right, alone = network(), network()
+    torch.stack([loss_of(right, batch(r, 0)) for r in range(size)]).mean().backward()
+    loss_of(alone, batch(rank, 0)).backward()  # what is ignored has this rank's gradient
+    for (name, p), q, own in zip(
+        model.named_parameters(), right.parameters(), alone.parameters(), strict=True
+    ):
+        want = own.grad if name.endswith("scale") else q.grad
+        assert hasattr(p, "full_tensor") != name.endswith("scale"), name
+        torch.testing.assert_close(whole(p.grad), want, rtol=1e-11, atol=1e-13)
 
 
 def mixed(rank: int, size: int) -> None:
     """bfloat16 in the layers, gradients summed in fp32 (exactly here) or in bfloat16 (rounded once)."""
-    with world(rank, size):
-        for reduce_dtype in (torch.float32, torch.bfloat16):
-            policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-            model = shard(network(torch.float32), mp_policy=policy)
-            loss_of(model, batch(rank, 0, torch.float32)).backward()
-            right = network(torch.float32)
-            gradients = []
-            for r in range(size):
-                low = copy.deepcopy(right).to(torch.bfloat16)
-                loss_of(low, batch(r, 0, torch.bfloat16)).backward()
-                gradients.append([p.grad.double() for p in low.parameters()])
-            for q, parts in zip(right.parameters(), zip(*gradients, strict=True), strict=True):
-                q.grad = (sum(parts) / size).float()
-            bound = (
-                1e-6 if reduce_dtype == torch.float32 else 2.0**-7
-            )  # one rounding to bfloat16, and the mean's
-            same(model, right, f"mixed precision, reduced in {reduce_dtype}", rtol=bound, atol=bound / 50)
-
-
-@needs_fsdp2
-def test_mixed_precision():
-    run_ranks(2, mixed, timeout=100)
+    for reduce_dtype in (torch.float32, torch.bfloat16):
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        model = shard(network(torch.float32), mp_policy=policy)
+        loss_of(model, batch(rank, 0, torch.float32)).backward()
+        right = network(torch.float32)
+        gradients = []
+        for r in range(size):
+            low = copy.deepcopy(right).to(torch.bfloat16)
+            loss_of(low, batch(r, 0, torch.bfloat16)).backward()
+            gradients.append([p.grad.double() for p in low.parameters()])
+        for q, parts in zip(right.parameters(), zip(*gradients, strict=True), strict=True):
+            q.grad = (sum(parts) / size).float()
+        bound = 1e-6 if reduce_dtype == torch.float32 else 2.0**-7  # one rounding to bfloat16, and the mean's
+        same(model, right, f"mixed precision, reduced in {reduce_dtype}", rtol=bound, atol=bound / 50)
 
 
 def helpers() -> Any:
@@ -201,62 +174,71 @@ def helpers() -> Any:
 
 
 def torchs_comparison(rank: int, size: int) -> None:
-    with world(rank, size):
-        suite = helpers()
+    suite = helpers()
 
-        class Test(suite.FSDPTest):
-            world_size = size
+    class Test(suite.FSDPTest):
+        world_size = size
 
-            def runTest(self) -> None: ...
+        def runTest(self) -> None: ...
 
-        test = Test("runTest")
-        test.rank = rank
-        for kind in (suite.NestedWrappedModule, suite.TransformerWithSharedParams):
-            for strategy in (
-                fsdp.ShardingStrategy.FULL_SHARD,
-                fsdp.ShardingStrategy.SHARD_GRAD_OP,
-                fsdp.ShardingStrategy.NO_SHARD,
-            ):
-                for use_orig_params in (False, True):
-                    test._test_fsdp_parity(
-                        kind,
-                        suite.FSDPInitMode.RECURSIVE,
-                        suite.DEVICEInitMode.DEVICE_BEFORE,
-                        sharding_strategy=strategy,
-                        use_orig_params=use_orig_params,
-                        device_id=torch.device("cpu"),
-                    )
-
-
-def test_fsdp1_with_torchs_own_comparison():
-    helpers()
-    run_ranks(2, torchs_comparison, timeout=100)
+    test = Test("runTest")
+    test.rank = rank
+    for kind in (suite.NestedWrappedModule, suite.TransformerWithSharedParams):
+        for strategy in (
+            fsdp.ShardingStrategy.FULL_SHARD,
+            fsdp.ShardingStrategy.SHARD_GRAD_OP,
+            fsdp.ShardingStrategy.NO_SHARD,
+        ):
+            for use_orig_params in (False, True):
+                test._test_fsdp_parity(
+                    kind,
+                    suite.FSDPInitMode.RECURSIVE,
+                    suite.DEVICEInitMode.DEVICE_BEFORE,
+                    sharding_strategy=strategy,
+                    use_orig_params=use_orig_params,
+                    device_id=torch.device("cpu"),
+                )
 
 
 def torchs_models(rank: int, size: int) -> None:
-    """FSDP2 of a tensor-parallel MLP on a mesh of two dimensions, compared by torch's check."""
+    """FSDP2 of torch's tensor-parallel MLP, on a mesh of two dimensions."""
+    suite = helpers()
+    mesh = dist.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
+    for sequence_parallel in (False, True):
+        torch.manual_seed(4)
+        right = suite.MLPStack(8, with_seq_parallel=sequence_parallel).double()
+        model = copy.deepcopy(right)
+        model.parallelize(mesh["tp"], mesh["dp"], sequence_parallel)
+        dp = mesh.get_local_rank("dp")
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, right)]
+        for step in range(2):
+            inputs = [batch(d, step).repeat(1, 2)[:, :8] for d in range(2)]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            model(inputs[dp]).sum().backward()
+            torch.stack([right(x).sum() for x in inputs]).mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        same(model, right, f"FSDP2 and tensor parallel, sequence parallel: {sequence_parallel}")
+
+
+def four(rank: int, size: int) -> None:
     with world(rank, size):
-        suite = helpers()
-        mesh = dist.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
-        for sequence_parallel in (False, True):
-            torch.manual_seed(4)
-            right = suite.MLPStack(8, with_seq_parallel=sequence_parallel).double()
-            model = copy.deepcopy(right)
-            model.parallelize(mesh["tp"], mesh["dp"], sequence_parallel)
-            dp = mesh.get_local_rank("dp")
-            optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, right)]
-            for step in range(2):
-                inputs = [batch(d, step).repeat(1, 2)[:, :8] for d in range(2)]
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                model(inputs[dp]).sum().backward()
-                torch.stack([right(x).sum() for x in inputs]).mean().backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-            same(model, right, f"FSDP2 and tensor parallel, sequence parallel: {sequence_parallel}")
+        if has_fsdp2:
+            options(rank, size)
+            accumulated(rank, size)
+            torchs_models(rank, size)
 
 
-@needs_fsdp2
-def test_fsdp2_with_tensor_parallel():
+def two(rank: int, size: int) -> None:
+    with world(rank, size):
+        torchs_comparison(rank, size)
+        if has_fsdp2:
+            mixed(rank, size)
+            ignored(rank, size)
+
+
+@pytest.mark.parametrize(("n", "scenarios"), [(4, four), (2, two)], ids=["4", "2"])
+def test_fsdp(n, scenarios):
     helpers()
-    run_ranks(4, torchs_models, timeout=100)
+    run_ranks(n, scenarios, timeout=170)

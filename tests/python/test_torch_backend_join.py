@@ -55,6 +55,5 @@ def joined(rank: int, size: int) -> None:
                     torch.testing.assert_close(got.detach(), right, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_join_divides_by_all_ranks_or_by_those_left(n):
-    run_ranks(n, joined, timeout=50)
+def test_join_divides_by_all_ranks_or_by_those_left():
+    run_ranks(3, joined, timeout=50)

@@ -17,7 +17,7 @@ from pycomm.ops import NAMES
 from pycomm.torch_backend.lasting import torch_keeps_works
 
 if not torch_keeps_works():
-    pytest.skip("torch before 2.8 cannot have the backend", allow_module_level=True)
+    pytest.skip("torch before 2.7 cannot have the backend", allow_module_level=True)
 
 KIND = dist.ReduceOp.RedOpType
 OPS: dict[str, Any] = {name: getattr(dist.ReduceOp, name.upper()) for name in NAMES if name != "premul_sum"}
