@@ -19,7 +19,10 @@ import torch.nn.functional as F
 from ranks import run_ranks
 from torch_backend_ranks import world
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="for torch 2.13 and its helpers"),
+]
 placements = pytest.importorskip("torch.distributed.tensor.placement_types", reason="torch before 2.5")
 if not hasattr(torch.distributed.tensor, "DTensor"):
     pytest.skip("torch before 2.5", allow_module_level=True)

@@ -22,7 +22,10 @@ from torch import nn
 from ranks import run_ranks
 from torch_backend_ranks import world
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="for torch 2.13 and its helpers"),
+]
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 has_fsdp2 = hasattr(fsdp, "fully_shard")
 MICROBATCHES = 3
