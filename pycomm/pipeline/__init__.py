@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pycomm.pipeline.schedules import *  # noqa: F403
+    from pycomm.pipeline.skips import pop as pop
+    from pycomm.pipeline.skips import stash as stash
     from pycomm.pipeline.stage import PipelineStage as PipelineStage
 
 # torch is imported with the first name that needs it: the command line has schedules without it.
-_LATER = {"PipelineStage": "pycomm.pipeline.stage"}
+_LATER = {
+    "PipelineStage": "pycomm.pipeline.stage",
+    "pop": "pycomm.pipeline.skips",
+    "stash": "pycomm.pipeline.skips",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ Words: a *channel* is (stage, microbatch, direction). Threads: one; the engine m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,18 +25,20 @@ from pycomm.work import Work
 __all__ = ["Channel", "Expected", "Post"]
 
 _HEADER = 1024
-_DIRECTIONS = {"activation": 0, "gradient": 1}
 
 
 class Channel(NamedTuple):
-    """What a message is: of which stage the receiver's is, of which microbatch, and which way."""
+    """What a message is: for which stage, of which microbatch, and which way; ``skip`` names a connection."""
 
     stage: int
     microbatch: int
-    direction: str
+    direction: str  # "activation", or "gradient"
+    skip: str = ""
 
     def __str__(self) -> str:
         what = "activation" if self.direction == "activation" else "gradient of the output"
+        if self.skip:
+            what = f"{self.direction} of skip {self.skip!r}"
         return f"the {what} of microbatch {self.microbatch} for stage {self.stage}"
 
 
@@ -92,10 +95,14 @@ class Post:
     Args:
         comm: of the ranks of the pipeline.
         n_stages: of the pipeline.
+        skips: names of the connections between stages that are no neighbours.
     """
 
-    def __init__(self, comm: Communicator, n_stages: int) -> None:
+    def __init__(self, comm: Communicator, n_stages: int, skips: Sequence[str] = ()) -> None:
         self.comm = comm
+        self._kinds = {
+            kind: i for i, kind in enumerate((d, s) for s in ("", *skips) for d in ("activation", "gradient"))
+        }
         self._n_stages = n_stages
         self._known: dict[Channel, list[Spec]] = {}  # received in the step before
         self._sent: dict[Channel, list[Spec]] = {}  # sent in the step before
@@ -103,7 +110,7 @@ class Post:
 
     def _tag(self, channel: Channel) -> int:
         place = channel.microbatch * self._n_stages + channel.stage
-        return 2 * place + _DIRECTIONS[channel.direction]
+        return len(self._kinds) * place + self._kinds[channel.direction, channel.skip]
 
     def _recv(self, tensor: Tensor, src: int, channel: Channel) -> Work:
         return self.comm.irecv(tensor, src, self._tag(channel))

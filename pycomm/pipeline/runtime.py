@@ -1,14 +1,17 @@
-"""Executes the actions of a rank: computes its stages, passes what they make to the neighbours.
+"""Executes the actions of a rank: computes its stages, passes what they make to other stages.
 
-Every action is looked up in :mod:`pycomm.pipeline.schedule`; what is done is exactly that list, in that
-order. Sends never wait. A receive is posted where the list has it, and waited for by the computation that
-needs it. The gradient of an activation of which nothing requires one is not sent, and both sides know it.
+What is done is the list of actions that :mod:`pycomm.pipeline.schedule` has made, in that order. Sends
+never wait. A receive is posted where the list has it, and waited for by the computation that needs it. The
+gradient of an activation of which nothing requires one is not sent, and both sides know it.
+
+Words: a *link* is a way for values from one stage to another: the one to the next stage (its name is
+empty), or a skip.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -20,10 +23,12 @@ from pycomm.pipeline.schedule.action import Action
 from pycomm.pipeline.schedule.order import Order
 from pycomm.pipeline.schedule.simulate import Span
 from pycomm.pipeline.schedule.transfers import with_transfers
+from pycomm.pipeline.skips import Skips
 from pycomm.pipeline.stage import PipelineStage, as_leaves
 
 __all__ = ["Runtime"]
 
+Inputs = list[tuple[tuple[Any, ...], dict[str, Any]]]
 Loss = Callable[[Any, int], Tensor]
 
 
@@ -34,20 +39,23 @@ class Runtime:
         comm: of the pipeline's ranks.
         stages: of this rank, by their number.
         n_stages: of the pipeline.
+        skips: name: (from stage, to stage).
     """
 
-    def __init__(self, comm: Communicator, stages: dict[int, PipelineStage], n_stages: int) -> None:
-        self._comm = comm
-        self._stages = stages
-        self._post = Post(comm, n_stages)
+    def __init__(
+        self,
+        comm: Communicator,
+        stages: dict[int, PipelineStage],
+        n_stages: int,
+        skips: Mapping[str, tuple[int, int]],
+    ) -> None:
+        self.comm = comm
+        self.stages = stages
+        self.skips = skips
+        self.post = Post(comm, n_stages, sorted(skips))
         self.spans: list[Span] = []
 
-    def run(
-        self,
-        order: Order,
-        inputs: list[tuple[tuple[Any, ...], dict[str, Any]]],
-        loss: Loss | None,
-    ) -> tuple[list[Any], list[Tensor | None]]:
+    def run(self, order: Order, inputs: Inputs, loss: Loss | None) -> tuple[list[Any], list[Tensor | None]]:
         """One step.
 
         Args:
@@ -65,11 +73,11 @@ class Runtime:
         step = _Step(self, order, inputs, loss)
         self.spans = step.spans
         try:
-            for action in with_transfers(order)[self._comm.rank]:
+            for action in with_transfers(order)[self.comm.rank]:
                 step.do(action)
-            self._post.finish()
+            self.post.finish()
         except BaseException:
-            for stage in self._stages.values():
+            for stage in self.stages.values():
                 stage.forget()
             raise
         return step.outputs, step.losses
@@ -78,21 +86,16 @@ class Runtime:
 class _Step:
     """What one step has on its way."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        order: Order,
-        inputs: list[tuple[tuple[Any, ...], dict[str, Any]]],
-        loss: Loss | None,
-    ) -> None:
+    def __init__(self, runtime: Runtime, order: Order, inputs: Inputs, loss: Loss | None) -> None:
         self._order, self._inputs, self._loss = order, inputs, loss
-        self._post, self._stages = runtime._post, runtime._stages
-        self._rank = runtime._comm.rank
+        self._post, self._stages, self._skips = runtime.post, runtime.stages, runtime.skips
         self._keeps = order.has_backward
-        self._coming: dict[Channel, Expected] = {}
-        self._here: dict[Channel, Any] = {}  # passed between stages of this rank, or waiting to be sent
-        self._specs: dict[Channel, list[Spec]] = {}  # of activations that were sent
-        self._late: set[Channel] = set()  # gradients to post when the forward has been made
+        self._rank = runtime.comm.rank
+        self._coming: dict[Channel, Expected] = {}  # receives that are posted
+        self._here: dict[Channel, Any] = {}  # made on this rank: for another of its stages, or to be sent
+        self._given: dict[Channel, list[Spec]] = {}  # what each activation that left a stage here was
+        self._taken: dict[Channel, int] = {}  # how many of its tensors require a gradient, of each that came
+        self._late: set[Channel] = set()  # gradients whose receive waits for the forward
         self.outputs: list[Any] = [None] * order.n_microbatches
         self.losses: list[Tensor | None] = [None] * order.n_microbatches
         self.spans: list[Span] = []
@@ -101,93 +104,153 @@ class _Step:
         """One action."""
         stage, kind, k = action
         if kind == "RECV_F":
-            channel = Channel(stage, k, "activation")
-            self._coming[channel] = self._post.expect(channel, self._order.placement[stage - 1])
+            self._expect(Channel(stage, k, "activation"), stage - 1)
         elif kind == "RECV_B":
-            self._expect_gradient(Channel(stage, k, "gradient"))
+            self._expect_gradient(Channel(stage, k, "gradient"), stage + 1)
         elif kind == "SEND_F":
-            channel = Channel(stage + 1, k, "activation")
-            self._specs[channel] = self._post.send(
-                channel, self._order.placement[stage + 1], self._here.pop(channel)
-            )
-            gradient = Channel(stage, k, "gradient")
-            if gradient in self._late:
-                self._expect_gradient(gradient)
+            self._send_activation(stage, stage + 1, k, "")
         elif kind == "SEND_B":
-            channel = Channel(stage - 1, k, "gradient")
-            if channel in self._here:
-                self._post.send(channel, self._order.placement[stage - 1], self._here.pop(channel))
+            self._send_gradient(stage, stage - 1, k, "")
         else:
             began = time.monotonic()
-            waited = self._compute(action)
-            self.spans.append(Span(action, began + waited, time.monotonic()))
+            ready = self._compute(action)
+            self.spans.append(Span(action, ready if ready is not None else began, time.monotonic()))
 
-    def _expect_gradient(self, channel: Channel) -> None:
-        """Posts the receive of a gradient, if one will come: known when the activation has been sent."""
-        specs = self._specs.get(Channel(channel.stage + 1, channel.microbatch, "activation"))
-        if specs is None:
+    # ---- links ------------------------------------------------------------------------------------------
+
+    def _far(self, stage: int) -> bool:
+        return self._order.placement[stage] != self._rank
+
+    def _expect(self, channel: Channel, source: int) -> None:
+        self._coming[channel] = self._post.expect(channel, self._order.placement[source])
+
+    def _expect_gradient(self, channel: Channel, source: int) -> None:
+        """Posts the receive of a gradient, if one will come: known when the activation has left."""
+        given = self._given.get(Channel(source, channel.microbatch, "activation", channel.skip))
+        if given is None:
             self._late.add(channel)
-        elif any(spec.requires_grad for spec in specs):
-            self._coming[channel] = self._post.expect(channel, self._order.placement[channel.stage + 1])
+        elif any(spec.requires_grad for spec in given):
+            self._expect(channel, source)
 
-    def _compute(self, action: Action) -> float:
-        """F, B, I or W; returns the seconds that it waited for what it needs."""
-        number, kind, k = action
-        stage = self._stages[number]
-        if kind == "W":
-            stage.backward_weights(k)
-            return 0.0
-        began = time.monotonic()
-        if kind == "F":
-            args = self._args(stage, k)
-            waited = time.monotonic() - began
-            self._forward(stage, k, args)
-            return waited
-        gradients = self._gradients(stage, k)
-        waited = time.monotonic() - began
-        needed = stage.gives_gradient(k)
-        found = stage.backward(k, gradients, half=kind == "I")
-        if needed:
-            self._here[Channel(number - 1, k, "gradient")] = found
-        return waited
+    def _send_activation(self, stage: int, to: int, k: int, skip: str) -> None:
+        channel = Channel(to, k, "activation", skip)
+        self._post.send(channel, self._order.placement[to], self._here.pop(channel))
+        gradient = Channel(stage, k, "gradient", skip)
+        if gradient in self._late:
+            self._late.discard(gradient)
+            self._expect_gradient(gradient, to)
 
-    def _args(self, stage: PipelineStage, k: int) -> tuple[Any, ...]:
-        if stage.is_first:
-            return self._inputs[k][0]
-        channel = Channel(stage.stage_index, k, "activation")
-        if channel in self._coming:
+    def _send_gradient(self, stage: int, to: int, k: int, skip: str) -> None:
+        channel = Channel(to, k, "gradient", skip)
+        if channel in self._here:  # else nothing requires one
+            self._post.send(channel, self._order.placement[to], self._here.pop(channel))
+
+    def _take_activation(self, channel: Channel, source: int) -> Any:
+        if channel in self._here:
+            value = as_leaves(self._here.pop(channel))
+        else:
+            if channel not in self._coming:
+                self._expect(channel, source)
             value, specs = self._coming.pop(channel).take()
             flags = iter(specs)
             value = replace_leaves(
                 value, lambda t: t.requires_grad_(next(flags).requires_grad and self._keeps)
             )
-        else:
-            value = as_leaves(self._here.pop(channel))
+        self._taken[channel] = sum(t.requires_grad for t in leaves(value))
+        return value
+
+    def _take_gradients(self, stage: int, to: int, k: int, skip: str) -> list[Tensor | None]:
+        """Of what a stage gave over a link: for each tensor that requires a gradient, it or None."""
+        given = self._given.pop(Channel(to, k, "activation", skip))
+        if not any(spec.requires_grad for spec in given):
+            return []
+        channel = Channel(stage, k, "gradient", skip)
+        if channel in self._here:
+            return list(self._here.pop(channel))
+        if channel not in self._coming:
+            self._expect(channel, to)
+        value, _ = self._coming.pop(channel).take()
+        return list(value)
+
+    # ---- computations -----------------------------------------------------------------------------------
+
+    def _compute(self, action: Action) -> float | None:
+        """F, B, I or W; returns when what it needs was there."""
+        number, kind, k = action
+        stage = self._stages[number]
+        if kind == "W":
+            stage.backward_weights(k)
+            return None
+        if kind == "F":
+            args = self._args(stage, k)
+            skips = Skips(
+                f"in stage {number}, microbatch {k}",
+                {
+                    name: self._take_activation(Channel(number, k, "activation", name), source)
+                    for name, source in self._links_to(number)
+                },
+            )
+            ready = time.monotonic()
+            self._forward(stage, k, args, skips)
+            return ready
+        gradients: list[Tensor | None] = []
+        if not stage.is_last:
+            gradients += self._take_gradients(number, number + 1, k, "")
+        for name, to in self._links_from(number):
+            gradients += self._take_gradients(number, to, k, name)
+        ready = time.monotonic()
+        self._pass_back(number, k, stage.backward(k, gradients, half=kind == "I"))
+        return ready
+
+    def _links_to(self, stage: int) -> list[tuple[str, int]]:
+        return [(name, source) for name, (source, to) in sorted(self._skips.items()) if to == stage]
+
+    def _links_from(self, stage: int) -> list[tuple[str, int]]:
+        return [(name, to) for name, (source, to) in sorted(self._skips.items()) if source == stage]
+
+    def _args(self, stage: PipelineStage, k: int) -> tuple[Any, ...]:
+        if stage.is_first:
+            return self._inputs[k][0]
+        number = stage.stage_index
+        value = self._take_activation(Channel(number, k, "activation"), number - 1)
         return tuple(value) if isinstance(value, tuple) else (value,)
 
-    def _forward(self, stage: PipelineStage, k: int, args: tuple[Any, ...]) -> None:
-        loss = self._loss
+    def _forward(self, stage: PipelineStage, k: int, args: tuple[Any, ...], skips: Skips) -> None:
+        loss, number = self._loss, stage.stage_index
         then = (lambda output: loss(output, k)) if stage.is_last and loss is not None else None
-        output, made = stage.forward(k, args, self._inputs[k][1], then, self._keeps)
+        output, made = stage.forward(k, args, self._inputs[k][1], then, self._keeps, skips)
         if stage.is_last:
             self.outputs[k] = replace_leaves(output, lambda t: t.detach())
             self.losses[k] = made.detach() if made is not None else None
-            return
-        try:
-            leaves(output)
-        except TypeError as error:
-            raise TypeError(f"stage {stage.stage_index}, microbatch {k}: {error}") from error
-        self._here[Channel(stage.stage_index + 1, k, "activation")] = output
+        else:
+            self._give(number, number + 1, k, "", output)
+        links = self._links_from(number)
+        if sorted(skips.outgoing) != [name for name, _ in links] or skips.incoming:
+            raise RuntimeError(
+                f"stage {number}, microbatch {k}: stashed {sorted(skips.outgoing)} and did not pop "
+                f"{sorted(skips.incoming)}; by the schedule's skips it stashes {[n for n, _ in links]} and "
+                "pops all that come"
+            )
+        for name, to in links:
+            self._give(number, to, k, name, skips.outgoing[name])
+            if self._far(to):
+                self._send_activation(number, to, k, name)
 
-    def _gradients(self, stage: PipelineStage, k: int) -> list[Tensor | None] | None:
-        if stage.is_last:
-            return None
-        channel = Channel(stage.stage_index, k, "gradient")
-        if channel in self._coming:
-            value, _ = self._coming.pop(channel).take()
-            return list(value)
-        if channel in self._here:
-            return list(self._here.pop(channel))
-        if stage.takes_gradient(k):
-            raise RuntimeError(f"stage {stage.stage_index}: the gradient of microbatch {k} was not received")
-        return []
+    def _give(self, stage: int, to: int, k: int, skip: str, value: Any) -> None:
+        channel = Channel(to, k, "activation", skip)
+        try:
+            self._given[channel] = [Spec.of(t) for t in leaves(value)]
+        except TypeError as error:
+            raise TypeError(f"stage {stage}, microbatch {k}: {error}") from error
+        self._here[channel] = value
+
+    def _pass_back(self, number: int, k: int, found: list[Tensor | None]) -> None:
+        """Gradients of a stage's inputs to where these came from, the neighbour first, then the skips."""
+        links = [] if number == 0 else [("", number - 1)]
+        for name, source in [*links, *self._links_to(number)]:
+            n = self._taken.pop(Channel(number, k, "activation", name))
+            mine, found = found[:n], found[n:]
+            if n > 0:
+                self._here[Channel(source, k, "gradient", name)] = mine
+                if name and self._far(source):
+                    self._send_gradient(number, source, k, name)

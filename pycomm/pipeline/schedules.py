@@ -11,7 +11,7 @@ the microbatches' sizes, and accumulate over steps without being scaled again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from pycomm.pipeline.schedule.gpipe import forward_only
 from pycomm.pipeline.schedule.order import Order
 from pycomm.pipeline.schedule.verify import verify
 from pycomm.pipeline.stage import PipelineStage
+from pycomm.pipeline.ties import Tie
 from pycomm.tensor_parallel.group import communicator_of
 
 __all__ = [
@@ -58,6 +59,10 @@ class PipelineSchedule:
         count_group: the data-parallel ranks whose batches are one batch, too (their gradients are averaged
             by DDP); None: no others.
         loss_on_all_ranks: whether ``loss`` is set on every rank, which costs one broadcast a step.
+        skips: connections between stages that are no neighbours: the name given to
+            :func:`pycomm.pipeline.stash` and :func:`pycomm.pipeline.pop`, and (from stage, to stage).
+        tied: for each weight that several stages have, its places: (stage, parameter's name) of each; they
+            begin with the first one's values.
         order: actions of a user's own in place of the class's schedule (see :class:`Order`).
 
     Attributes:
@@ -90,6 +95,8 @@ class PipelineSchedule:
         count: Callable[[Any], float] | None = None,
         count_group: Any = None,
         loss_on_all_ranks: bool = False,
+        skips: Mapping[str, tuple[int, int]] | None = None,
+        tied: Sequence[Sequence[tuple[int, str]]] = (),
         order: Order | None = None,
     ) -> None:
         mine = [stages] if isinstance(stages, PipelineStage) else list(stages)
@@ -107,7 +114,15 @@ class PipelineSchedule:
         self._scales, self._count = scale_grads, count
         self._count_comm = None if count_group is None else communicator_of(count_group)
         self._shares_loss = loss_on_all_ranks
-        self._runtime = Runtime(self._comm, self._stages, n_stages)
+        skips = dict(skips or {})
+        for name, (source, to) in skips.items():
+            if not name or not 0 <= source < to < n_stages:
+                raise ValueError(
+                    f"{self._order.name}: skip {name!r} must go from a stage to a later one of "
+                    f"{n_stages}, got {source} to {to}"
+                )
+        self._runtime = Runtime(self._comm, self._stages, n_stages, skips)
+        self._ties = [Tie(places, self._comm, self._stages, self._order.placement) for places in tied]
         self.loss: Tensor | None = None
 
     def _build(self, n_stages: int, n_microbatches: int) -> Order:
@@ -170,7 +185,17 @@ class PipelineSchedule:
             CommError: another rank is lost, or does not come.
         """
         loss = self._loss_of(target) if self._has_last else None
-        outputs, made = self._runtime.run(self._order, self._inputs(args, kwargs), loss)
+        inputs = self._inputs(args, kwargs)
+        for tie in self._ties:
+            tie.begin()
+        try:
+            outputs, made = self._runtime.run(self._order, inputs, loss)
+        except BaseException:
+            for tie in self._ties:
+                tie.undo()
+            raise
+        for tie in self._ties:
+            tie.end()
         if not self._has_last:
             self._set_loss(None)
             return None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pycomm.pipeline.backward import HalfDone, backward_input, backward_weight
 from pycomm.pipeline.messages import leaves, replace_leaves
+from pycomm.pipeline.skips import Skips, serving
 
 __all__ = ["PipelineStage"]
 
@@ -21,6 +22,7 @@ class _Kept:
 
     inputs: list[Tensor]  # those that require a gradient
     outputs: list[Tensor]  # likewise
+    has_loss: bool  # it is the only output
     half: HalfDone | None = None
 
 
@@ -86,6 +88,7 @@ class PipelineStage:
         kwargs: dict[str, Any],
         then: Callable[[Any], Tensor] | None,
         keep: bool,
+        skips: Skips,
     ) -> tuple[Any, Any]:
         """Runs the module on one microbatch.
 
@@ -95,46 +98,41 @@ class PipelineStage:
             kwargs: more of them, not from another stage.
             then: of the last stage: makes the loss of the output.
             keep: for the backward.
+            skips: what the module may pop, and what it stashes.
 
         Returns:
             The output, and the loss (or None).
         """
-        with torch.set_grad_enabled(keep):
+        popped = leaves(skips.incoming)
+        with torch.set_grad_enabled(keep), serving(skips):
             output = self.submod(*args, **kwargs)
             loss = then(output) if then is not None else None
         if keep:
-            inputs = [] if self.is_first else [t for t in leaves(args) if t.requires_grad]
-            ends = [loss] if loss is not None else leaves(output)
-            self._kept[microbatch] = _Kept(inputs, [t for t in ends if t.requires_grad])
+            inputs = [] if self.is_first else leaves(args)
+            ends = [*([loss] if loss is not None else leaves(output)), *leaves(skips.outgoing)]
+            inputs, ends = ([t for t in some if t.requires_grad] for some in ([*inputs, *popped], ends))
+            self._kept[microbatch] = _Kept(inputs, ends, loss is not None and loss.requires_grad)
         return output, loss
 
-    def gives_gradient(self, microbatch: int) -> bool:
-        """Whether the backward of a microbatch makes gradients for the stage before."""
-        return bool(self._kept[microbatch].inputs)
-
-    def takes_gradient(self, microbatch: int) -> bool:
-        """Whether it needs gradients of its outputs."""
-        return bool(self._kept[microbatch].outputs)
-
-    def backward(
-        self, microbatch: int, gradients: list[Tensor | None] | None, half: bool
-    ) -> list[Tensor | None]:
+    def backward(self, microbatch: int, gradients: list[Tensor | None], half: bool) -> list[Tensor | None]:
         """The backward of a microbatch, or its first half.
 
         Args:
             microbatch: its number.
-            gradients: of the outputs that require one; None: the output is a loss.
+            gradients: of the outputs that require one, then of what was stashed; None where there is none.
+                The last stage's is that of the loss, and not given.
             half: leave the weights' gradients to :meth:`backward_weights`.
 
         Returns:
             The gradients of the inputs that require one.
         """
         kept = self._kept[microbatch]
-        given = [None] * len(kept.outputs) if gradients is None else gradients
-        wanted = [
-            (o, g) for o, g in zip(kept.outputs, given, strict=True) if g is not None or gradients is None
-        ]
-        outputs, given = [o for o, _ in wanted], [g for _, g in wanted]
+        outputs, given = kept.outputs, gradients
+        if kept.has_loss:
+            given = [None]
+        else:
+            wanted = [(o, g) for o, g in zip(outputs, given, strict=True) if g is not None]
+            outputs, given = [o for o, _ in wanted], [g for _, g in wanted]
         found: list[Tensor | None]
         if half:
             weights = [p for p in self.submod.parameters() if p.requires_grad]

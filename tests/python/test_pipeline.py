@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import pycomm
-from pycomm.pipeline import PipelineStage, get_schedule_class
-from pycomm.pipeline.schedule.catalog import CATALOG
+from pycomm.pipeline import PipelineStage, get_schedule_class, pop, stash
+from pycomm.pipeline.schedule.catalog import CATALOG, build
 from pycomm.pipeline.schedule.order import Order, parse
 from ranks import run_ranks
 
@@ -93,7 +93,7 @@ def under(rank, size, names):
             whole = model_of(size * v)
             parts = copy.deepcopy(whole)
             made = get_schedule_class(name)
-            order = pycomm.pipeline.schedule.catalog.build(name, size, n_microbatches, v)
+            order = build(name, size, n_microbatches, v)
             mine = [PipelineStage(parts[s], s, size * v) for s in order.stages_of(rank)]
             schedule = made(mine, n_microbatches, loss_fn=loss_fn, count=n_counted, loss_on_all_ranks=True)
             for step in range(3):  # gradients accumulate, sizes change
@@ -153,3 +153,144 @@ def wrong(rank, size):
 
 def test_what_is_wrong_is_said():
     run_ranks(2, wrong)
+
+
+class Down(nn.Module):
+    def __init__(self, name, n_in, n_out):
+        super().__init__()
+        self.name, self.layer = name, nn.Linear(n_in, n_out)
+
+    def forward(self, x):
+        x = torch.tanh(self.layer(x))
+        stash(self.name, (x, 2))
+        return x
+
+
+class Up(nn.Module):
+    def __init__(self, name, n_in, n_skip, n_out):
+        super().__init__()
+        self.name, self.layer = name, nn.Linear(n_in + n_skip, n_out)
+
+    def forward(self, x):
+        skip, factor = pop(self.name)
+        return torch.sin(self.layer(torch.cat([x, skip * factor], 1)))
+
+
+def u_net():
+    """Six stages; the skips span 5 and 3 of them."""
+    torch.manual_seed(3)
+    parts = [Down("a", 4, 5), Down("b", 5, 3), nn.Linear(3, 3), nn.Tanh(), Up("b", 3, 3, 4), Up("a", 4, 5, 2)]
+    return nn.ModuleList(parts).double()
+
+
+def skipping(rank, size, names):
+    for name in names:
+        v = 6 // size
+        whole = u_net()
+        parts = copy.deepcopy(whole)
+        order = build(name, size, 4, v)
+        mine = [PipelineStage(parts[s], s, 6) for s in order.stages_of(rank)]
+        schedule = get_schedule_class(name)(
+            mine, 4, loss_fn=nn.functional.mse_loss, skips={"a": (0, 5), "b": (1, 4)}, loss_on_all_ranks=True
+        )
+        for n in (9, 6):
+            x = torch.randn(n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
+            schedule.step(x, target=x[:, :2])
+            loss = nn.functional.mse_loss(sequential(whole, x), x[:, :2])
+            loss.backward()
+            torch.testing.assert_close(schedule.loss, loss.detach(), atol=ATOL, rtol=0)
+        for s in order.stages_of(rank):
+            for p, q in zip(parts[s].parameters(), whole[s].parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, atol=ATOL, rtol=0)
+
+
+def test_skips_under_every_schedule():
+    run_ranks(
+        3, skipping, ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+    )
+    run_ranks(1, skipping, ["Interleaved1F1B"])
+
+
+class Embed(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, ids):
+        return self.weight[ids]
+
+
+class Head(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return x @ self.weight.T
+
+
+def tying(rank, size, names):
+    for name in names:
+        v = CATALOG[name].stages_per_rank or 2
+        n_stages = size * v
+        torch.manual_seed(5)
+        weight = nn.Parameter(torch.randn(7, 4, dtype=torch.float64))
+        middles = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double() for _ in range(n_stages - 2)]
+        whole = nn.ModuleList([Embed(weight), *middles, Head(weight)])
+        order = build(name, size, 3, v)
+        held = order.stages_of(rank)
+        is_one_object = {0, n_stages - 1} <= set(held) and rank % 2 == 0
+        parts = {s: copy.deepcopy(whole[s]) for s in held}
+        if is_one_object:
+            parts[n_stages - 1].weight = parts[0].weight
+        elif n_stages - 1 in held:
+            parts[n_stages - 1].weight.data.zero_()  # takes the first one's values
+        mine = [PipelineStage(parts[s], s, n_stages) for s in held]
+        schedule = get_schedule_class(name)(
+            mine,
+            3,
+            loss_fn=nn.functional.cross_entropy,
+            tied=[[(0, "weight"), (n_stages - 1, "weight")]],
+        )
+        for step in range(3):  # the sums accumulate
+            ids = torch.randint(7, (8,), generator=torch.Generator().manual_seed(step))
+            schedule.step(ids, target=ids)
+            nn.functional.cross_entropy(sequential(whole, ids), ids).backward()
+        for s in held:
+            for p, q in zip(parts[s].parameters(), whole[s].parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, atol=ATOL, rtol=0)
+                torch.testing.assert_close(p, q, atol=0, rtol=0)
+    with pytest.raises(ValueError, match="stage 0 has no parameter 'nothing'"):
+        get_schedule_class("1F1B")(
+            PipelineStage(nn.Linear(2, 2), rank, size), 1, tied=[[(0, "nothing"), (1, "weight")]]
+        )
+
+
+def test_tied_weights_have_the_sum_of_their_gradients():
+    run_ranks(2, tying, ["GPipe", "1F1B", "Interleaved1F1B", "ZeroBubbleH1", "ZBVZeroBubble", "DualPipeV"])
+    run_ranks(3, tying, ["1F1B", "ZBVZeroBubble"])
+
+
+def freezing(rank, size):
+    whole = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)]).double()
+    torch.manual_seed(1)
+    for p in whole.parameters():
+        p.data.normal_()
+    for p in [*whole[0].parameters(), whole[1].bias]:
+        p.requires_grad_(False)
+    part = copy.deepcopy(whole[rank])
+    schedule = get_schedule_class("1F1B")(PipelineStage(part, rank, size), 2, loss_fn=nn.functional.mse_loss)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    for _ in range(2):
+        schedule.step(x, target=x)
+        nn.functional.mse_loss(sequential(whole, x), x).backward()
+    sent = {channel.direction for channel in schedule._runtime.post._sent}
+    assert sent == {0: {"activation"}, 1: {"activation"}, 2: {"gradient"}}[rank]  # nothing back to stage 0
+    for p, q in zip(part.parameters(), whole[rank].parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, atol=ATOL, rtol=0)
+
+
+def test_nothing_is_sent_back_to_a_frozen_stage():
+    run_ranks(3, freezing)
