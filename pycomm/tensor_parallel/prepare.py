@@ -14,8 +14,12 @@ from pycomm.communicator import Communicator
 from pycomm.tensor_parallel.changes import AddHook, Change
 from pycomm.tensor_parallel.layouts import Layout, converted, layout_of
 from pycomm.tensor_parallel.styles import ParallelStyle, check_local_output
+from pycomm.tensor_parallel.untraced import untraced
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
+
+
+_converted = untraced(converted)
 
 
 class _Convert:
@@ -40,7 +44,7 @@ class _Convert:
             )
         ways = [*self.positional, *[None] * (len(values) - len(self.positional))]
         return tuple(
-            value if way is None else converted(value, *way, self.comm)
+            value if way is None else _converted(value, *way, self.comm)
             for value, way in zip(values, ways, strict=True)
         )
 
@@ -50,7 +54,7 @@ class _Convert:
                 raise ValueError(
                     f"{self.where}: the plan gives a layout of the keyword {name!r}, got {list(kwargs)}"
                 )
-            kwargs = {**kwargs, name: converted(kwargs[name], *way, self.comm)}
+            kwargs = {**kwargs, name: _converted(kwargs[name], *way, self.comm)}
         return self._values("positional inputs", args), kwargs
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

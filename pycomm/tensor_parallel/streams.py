@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pycomm.tensor_parallel.random import dropout, get_rng_tracker
 from pycomm.tensor_parallel.swapped import Swapped
+from pycomm.tensor_parallel.untraced import untraced
 
 __all__ = ["CommonDropout", "Forked"]
 
@@ -81,6 +82,7 @@ class CommonDropout(Swapped):
     training: bool
     p: float
 
+    @untraced
     def forward(self, input: Tensor) -> Tensor:
         layout = self._parallel.input
         is_cut = layout is not None and layout.kind == "shard"

@@ -8,7 +8,8 @@ forward raises, and ``torch.compile`` and ``deepcopy`` see an ordinary class. FS
 such as ``in_features`` stay those of the whole layer.
 
 Between modules a tensor is *replicated* (every rank has the same values, and the same gradient) or *sharded*
-along a dimension (each has its part of both); the mixins keep to that on both sides.
+along a dimension (each has its part of both); the mixins keep to that on both sides. ``torch.compile`` runs
+cut layers as they are, one graph break each, and compiles what lies between.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pycomm.tensor_parallel.parameters import _ATTRIBUTE, fill
 from pycomm.tensor_parallel.regions import copy_many
 from pycomm.tensor_parallel.replicas import with_summed_gradients
 from pycomm.tensor_parallel.shards import Split
+from pycomm.tensor_parallel.untraced import untraced
 
 __all__ = ["ColwiseEmbedding", "ColwiseLinear", "How", "RowwiseEmbedding", "RowwiseLinear", "SequenceShards"]
 
@@ -59,6 +61,7 @@ class Swapped:
     _parallel: How
 
 
+_copy_many = untraced(copy_many)
 _classes: dict[tuple[Any, Any], type[nn.Module]] = {}
 
 
@@ -134,6 +137,7 @@ class _Linear(Swapped):
 class ColwiseLinear(_Linear):
     """Some output features of a Linear or Conv1D."""
 
+    @untraced
     def forward(self, input: Tensor) -> Tensor:
         how = self._parallel
         assert how.split is not None and how.input is not None and how.output is not None
@@ -159,6 +163,7 @@ class ColwiseLinear(_Linear):
 class RowwiseLinear(_Linear):
     """Some input features of a Linear or Conv1D; products are summed over ranks, the bias is added once."""
 
+    @untraced
     def forward(self, input: Tensor) -> Tensor:
         how = self._parallel
         assert how.split is not None and how.input is not None and how.output is not None
@@ -200,6 +205,7 @@ class _Embedding(Swapped):
 class ColwiseEmbedding(_Embedding):
     """Some features of an Embedding."""
 
+    @untraced
     def forward(self, input: Tensor) -> Tensor:
         how = self._parallel
         assert how.split is not None and how.input is not None and how.output is not None
@@ -212,6 +218,7 @@ class ColwiseEmbedding(_Embedding):
 class RowwiseEmbedding(_Embedding):
     """Some ids of an Embedding; what the other ranks have comes by a sum with zeros."""
 
+    @untraced
     def forward(self, input: Tensor) -> Tensor:
         how = self._parallel
         assert how.split is not None and how.input is not None and how.output is not None
@@ -241,7 +248,7 @@ class SequenceShards(Swapped):
         own = {name: p for name, p in self._parameters.items() if p is not None}
         if not own or self._parallel.comm.size == 1 or not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        copies: Any = copy_many(self._parallel.comm, *own.values())
+        copies: Any = _copy_many(self._parallel.comm, *own.values())
         self._parameters.update(zip(own, copies, strict=True))
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]

@@ -32,6 +32,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
         if dynamo is None:
             return function(*args, **kwargs)
         if not disabled:
+            dynamo.skip(call)  # this frame itself, which it would compile anew for each function
             disabled.append(dynamo.disable(function))
         return cast("R", disabled[0](*args, **kwargs))
 
