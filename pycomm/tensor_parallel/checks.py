@@ -47,8 +47,8 @@ def check_equal(tensor: Tensor, what: object, comm: Communicator) -> None:
     values = tensor.detach().resolve_conj().resolve_neg().contiguous()
     plain: Any = values.reshape(-1).view(torch.uint8).numpy() if values.numel() else b""
     facts = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-    mine = torch.tensor([facts, zlib.crc32(plain)], dtype=torch.int64)
-    everyones = torch.empty(comm.size, 2, dtype=torch.int64)
+    mine = torch.tensor([facts, zlib.crc32(plain)], dtype=torch.int64, device="cpu")
+    everyones = torch.empty(comm.size, 2, dtype=torch.int64, device="cpu")
     comm.all_gather(everyones, mine)
     for column, which in ((0, "shape or dtype"), (1, "values")):
         differing = (everyones[:, column] != everyones[0, column]).nonzero().flatten().tolist()

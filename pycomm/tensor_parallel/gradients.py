@@ -72,14 +72,14 @@ def _norm(gradient: Any, p: float) -> Tensor:
     norm: Any = torch.linalg.vector_norm(gradient, p, dtype=wide)
     if hasattr(norm, "full_tensor"):  # of FSDP2: over its ranks
         norm = norm.full_tensor()
-    plain: Tensor = norm.to(torch.float64)
+    plain: Tensor = norm.to("cpu", torch.float64)
     return plain
 
 
 def _total(norms: list[Tensor], p: float) -> Tensor:
     """The p-th power of the norm of all, or the norm itself where p is infinite."""
     if not norms:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     stacked = torch.stack(norms)
     return stacked.max() if math.isinf(p) else stacked.pow(p).sum()
 
@@ -136,13 +136,13 @@ def clip_grad_norm_(
         mine.extend(_norm(gradient, p) for gradient in _counted(parameter, shard))
     total = _total(norms.get(None, []), p)
     for comm in _communicators(given, index, mesh, "clip_grad_norm_"):
-        table = torch.empty(comm.size, 2, dtype=torch.float64)
+        table = torch.empty(comm.size, 2, dtype=torch.float64, device="cpu")
         comm.all_gather(table, torch.stack([_total(norms.get(id(comm), []), p), total]))
         shards = table[:, 0].max() if math.isinf(p) else table[:, 0].sum()
         total = _joined(table[0, 1], shards, p)
     if pipeline_group is not None:
         stages = communicator_of(pipeline_group, who="clip_grad_norm_: pipeline_group")
-        everyones = torch.empty(stages.size, dtype=torch.float64)
+        everyones = torch.empty(stages.size, dtype=torch.float64, device="cpu")
         stages.all_gather(everyones, total.view(1))
         total = everyones.max() if math.isinf(p) else everyones.sum()
     norm = total if math.isinf(p) else total.pow(1.0 / p)
@@ -177,7 +177,7 @@ def has_overflow(parameters: Parameters, *, mesh: Group = None) -> bool:
         True
     """
     given = _unique(parameters)
-    found = torch.zeros(1, dtype=torch.int32)
+    found = torch.zeros(1, dtype=torch.int32, device="cpu")
     for parameter in given:
         gradient: Any = parameter.grad
         if gradient is not None:
@@ -208,7 +208,7 @@ class GradScaler(torch.amp.GradScaler):
     def _agree(self, optimizer: torch.optim.Optimizer) -> None:
         state: Any = self._per_optimizer_states[id(optimizer)]
         found = list(state["found_inf_per_device"].values())
-        mine = sum((f.detach().to("cpu") for f in found), torch.zeros(())).view(1).clone()
+        mine = sum((f.detach().to("cpu") for f in found), torch.zeros((), device="cpu")).view(1).clone()
         self._group.all_reduce(mine, op="max")
         for f in found:
             f.fill_(float(mine))

@@ -98,8 +98,14 @@ def communicator_of(group: Group = None, *, who: str = "group") -> Communicator:
         )
     comm = _of_torchs.get(group)
     if comm is None or comm._c.closed:
-        comm = _of_torchs[group] = communicator_for(group)
+        comm = _of_torchs[group] = _made(group)
     return comm
+
+
+def _made(group: Any) -> Communicator:
+    # What is exchanged and measured then is on the CPU, also inside of ``with torch.device("meta")``.
+    with torch.device("cpu"):
+        return communicator_for(group)
 
 
 def _world() -> Communicator:
@@ -108,7 +114,7 @@ def _world() -> Communicator:
     if group is not None:
         return communicator_of(group)
     if not _alone or _alone[0]._c.closed:
-        _alone[:] = [communicator_for(None)]
+        _alone[:] = [_made(None)]
     return _alone[0]
 
 
@@ -164,8 +170,8 @@ def _check_sizes(world: Communicator, sizes: dict[str, Any]) -> None:
         for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool):
                 raise TypeError(f"initialize_model_parallel: {name} must be an integer, got {size!r}")
-    mine = torch.tensor(list(sizes.values()), dtype=torch.int64)
-    everyones = torch.empty(world.size, len(sizes), dtype=torch.int64)
+    mine = torch.tensor(list(sizes.values()), dtype=torch.int64, device="cpu")
+    everyones = torch.empty(world.size, len(sizes), dtype=torch.int64, device="cpu")
     world.all_gather(everyones, mine)
     if not bool((everyones == everyones[0]).all()):
         raise ValueError(

@@ -55,7 +55,7 @@ def n_chunks_of(comm: Communicator) -> int:
                 raise ValueError(f"{OVERLAP_VARIABLE} must be a number of chunks, at least 1, got {text!r}")
         has_cores = chosen_overlap(None, comm.size) == "async"
         wanted = int(text) if text else _DEFAULT_CHUNKS if has_cores else 1
-        smallest = torch.tensor([wanted], dtype=torch.int64)
+        smallest = torch.tensor([wanted], dtype=torch.int64, device="cpu")
         comm.all_reduce(smallest, op="min")
         _agreed[comm] = int(smallest)
     return _agreed[comm]

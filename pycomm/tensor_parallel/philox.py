@@ -83,7 +83,7 @@ def keep_mask(
     first = sum(a * s for a, s in zip(start, strides, strict=True))
     threshold = round(p * 2.0**32)
     if device.type == "cpu":
-        keep = torch.empty(tuple(sizes), dtype=torch.bool)
+        keep = torch.empty(tuple(sizes), dtype=torch.bool, device="cpu")
         if keep.numel() > 0:
             kernels.keep_mask(keep.data_ptr(), *_merged(sizes, strides), first, seed, threshold)
         return keep

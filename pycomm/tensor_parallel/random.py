@@ -40,7 +40,7 @@ Sharded = Mapping[int, Any]
 
 def _draw() -> int:
     """63 bits of torch's default CPU generator: the same on all ranks whose generators are."""
-    return int(torch.empty((), dtype=torch.int64).random_())
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 class RngTracker:
@@ -187,7 +187,7 @@ def dropout(
             begin, size = cut
         else:
             comm = communicator_of(cut, who="dropout: sharded")
-            check_equal(torch.tensor([seed]), "dropout, its seed from torch's generator,", comm)
+            check_equal(torch.tensor([seed], device="cpu"), "dropout, its seed from torch's generator,", comm)
             parts = lengths_of(input.shape[dim], comm)
             begin, size = sum(parts[: comm.rank]), sum(parts)
         if not 0 <= begin <= begin + input.shape[dim] <= size:

@@ -51,8 +51,9 @@ __all__ = [
 
 def lengths_of(local: int, comm: Communicator) -> list[int]:
     """Every rank's number, in rank order. Collective."""
-    everyones = torch.empty(comm.size, dtype=torch.int64)
-    comm.all_gather(everyones, torch.tensor([local], dtype=torch.int64))
+    # On the CPU, also where a default device is set (as for a model that is made on "meta").
+    everyones = torch.empty(comm.size, dtype=torch.int64, device="cpu")
+    comm.all_gather(everyones, torch.tensor([local], dtype=torch.int64, device="cpu"))
     lengths: list[int] = everyones.tolist()
     return lengths
 

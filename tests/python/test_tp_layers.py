@@ -7,6 +7,7 @@ from torch.nn in float64 with the same seed.
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 from typing import Any
 
@@ -322,6 +323,27 @@ def test_edges_of_the_loss_and_second_derivatives(n: int, chunks: str) -> None:
 # ---- norms, autocast, copies, errors ---------------------------------------------------------------------
 
 
+def low_dtypes(rank: int, size: int, sequence: bool, dtype: torch.dtype, tolerance: float) -> None:
+    """Two layers against float64 with the same rounded weights; one rounding for each step."""
+    more: dict[str, Any] = {"sequence_parallel": sequence, "dtype": dtype}
+    torch.manual_seed(2)
+    up, down = tp.ColumnParallelLinear(8, 6, **more), tp.RowParallelLinear(6, 8, **more)
+    torch.manual_seed(2)
+    whole_up, whole_down = (nn.Linear(*sizes, dtype=dtype).double() for sizes in ((8, 6), (6, 8)))
+    part = even(4, size)
+    x = seeded(3, 4, 8).to(dtype)
+    mine = (part.take(x, 0, rank) if sequence else x).clone().requires_grad_()
+    reference = x.double().requires_grad_()
+    want, got = whole_down(whole_up(reference)), down(up(mine))
+    want.square().sum().backward()
+    got.float().square().sum().backward()
+    assert got.dtype == dtype and reference.grad is not None and mine.grad is not None
+    what = f"{dtype}, sequence {sequence}"
+    close(got.double(), part.take(want, 0, rank) if sequence else want, what, tolerance)
+    dx = part.take(reference.grad, 0, rank) if sequence else reference.grad
+    close(mine.grad.double(), dx, f"{what}: gradient", tolerance)
+
+
 def the_rest(rank: int, size: int) -> None:
     comm = tp.communicator_of()
     for make, name in ((tp.LayerNorm, "LayerNorm"), (tp.RMSNorm, "RMSNorm")):
@@ -344,9 +366,8 @@ def the_rest(rank: int, size: int) -> None:
         assert hidden.dtype == out.dtype == torch.bfloat16, sequence
         out.float().sum().backward()
         assert up.weight.grad is not None and up.weight.grad.dtype == torch.float32
-        for dtype in (torch.bfloat16, torch.float16):
-            low = tp.RowParallelLinear(6, 8, sequence_parallel=sequence, dtype=dtype)
-            low(torch.ones(4, even(6, size).lengths[rank], dtype=dtype)).sum().backward()
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)):
+            low_dtypes(rank, size, sequence, dtype, tolerance)
     # copies have notes of their own
     twin = copy.deepcopy(up)
     assert twin.group is up.group and twin.weight is not up.weight
@@ -354,6 +375,8 @@ def the_rest(rank: int, size: int) -> None:
     twin.to(torch.float64)
     twin.to_empty(device="cpu")
     assert id(twin.weight) in shard_index()
+    with pytest.raises(TypeError, match="cannot pickle"):
+        pickle.dumps(twin)  # a connection; its state_dict is what to save
     # what is wrong is said, and the communicator stays usable
     with pytest.raises(ValueError, match=r"ColumnParallelLinear\(8, 6\): the last .* in_features, 8"):
         up(torch.ones(2, 7))

@@ -31,7 +31,7 @@ F64 = torch.float64
 class Model(nn.Module):
     """(B, T) ids to logits of 7; one layer of attention with 3 query heads and 1 key-value head."""
 
-    def __init__(self, device: str = "cpu", sequence_parallel: bool = False) -> None:
+    def __init__(self, device: str | None = "cpu", sequence_parallel: bool = False) -> None:
         super().__init__()
         more: dict[str, Any] = {"device": device, "dtype": F64}
         sequence = {"sequence_parallel": sequence_parallel, "sequence_dim": 1}
@@ -216,6 +216,9 @@ def test_dcp_saves_at_one_degree_and_loads_at_another(tmp_path: Path) -> None:
 
 
 def meta(rank: int, size: int) -> None:
+    with torch.device("meta"):  # before there is a communicator
+        by_context = model(device=None)
+    assert by_context.norm.weight.is_meta and by_context.head.weight is by_context.embedding.weight
     want = model()
     on_meta = model(device="meta")
     assert on_meta.qkv.weight.is_meta
