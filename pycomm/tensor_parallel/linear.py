@@ -44,6 +44,8 @@ class _Linear(nn.Module):
     """What the two have in common: sizes, the weight's shard, its initial values."""
 
     _sharded_dim: int
+    sequence_parallel: bool
+    sequence_dim: int
 
     def __init__(
         self,
@@ -92,6 +94,15 @@ class _Linear(nn.Module):
                     f"{type(self).__name__}({self.in_features}, {self.out_features}): the last dimension of "
                     f"the input must be {which}, {want}, on rank {self.group.rank} of {self.group.size}; got "
                     f"a tensor of shape {tuple(input.shape)}"
+                )
+        if self.sequence_parallel and not -input.dim() <= self.sequence_dim < input.dim() - 1 - (
+            input.dim() if self.sequence_dim < 0 else 0
+        ):
+            with self.group._refusing:
+                raise ValueError(
+                    f"{type(self).__name__}({self.in_features}, {self.out_features}): sequence_dim "
+                    f"{self.sequence_dim} is no dimension before the last of a tensor of shape "
+                    f"{tuple(input.shape)}"
                 )
 
     def extra_repr(self) -> str:

@@ -33,6 +33,10 @@ class ParameterShard:
     split: Split
     comm: Communicator
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterShard:
+        """Itself: nothing in it changes."""
+        return self
+
     def whole_shape(self, local: torch.Size) -> torch.Size:
         """The shape of the whole, given the shard's."""
         return torch.Size(self.split.size if d == self.dim else n for d, n in enumerate(local))

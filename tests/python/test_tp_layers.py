@@ -382,6 +382,12 @@ def the_rest(rank: int, size: int) -> None:
         up(torch.ones(2, 7))
     with pytest.raises(ValueError, match=r"RowParallelLinear\(6, 8\): .*this rank's share of in_features, 3"):
         down(torch.ones(2, 6))
+    for dim in (1, -1, 2):
+        up.sequence_dim = dim
+        with pytest.raises(ValueError, match=f"sequence_dim {dim} is no dimension before the last"):
+            up(torch.ones(2, 8))
+    up.sequence_dim = -2
+    assert up(torch.ones(2, 8)).shape == (4, 3)
     embedding = tp.VocabParallelEmbedding(5, 2)
     for ids, bad in (([[0, 5]], 5), ([[-1, 0]], -1)):
         with pytest.raises(IndexError, match=re.escape(f"id {bad} at position (0, {1 if bad == 5 else 0})")):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+import pycomm
 import pycomm.tensor_parallel as tp
 from pycomm.tensor_parallel.parameters import shard_index
 from pycomm.tensor_parallel.whole import WholeTensor
@@ -189,8 +190,13 @@ def checkpoints(rank: int, size: int, folder: str, saves: bool) -> float:
             adam = torch.optim.AdamW(m.parameters(), lr=0.05)
         state = {"model": tp.sharded_state_dict(m), "optimizer": tp.sharded_optimizer_state_dict(m, adam)}
         assert isinstance(state["model"]["qkv.weight"], WholeTensor)
-        if saves:
+        if saves and size == 1:
             dcp.save(state, checkpoint_id=folder)
+        elif saves:  # what is trained meanwhile is not in it
+            saving: Any = dcp.async_save(state, checkpoint_id=folder)
+            after = train(m, adam, 2)
+            saving.result()
+            return after
         else:
             dcp.load(state, checkpoint_id=folder)
             tp.load_sharded_optimizer_state_dict(m, adam, state["optimizer"])
@@ -303,3 +309,28 @@ def compiled(rank: int, size: int) -> None:
 def test_torch_compile() -> None:
     assert os.environ.get("TORCHDYNAMO_DISABLE") is None
     run_ranks(2, compiled, timeout=90.0)
+
+
+def with_nothing(rank: int, size: int) -> None:
+    """More ranks than features, under DDP: a rank whose shards are empty takes part as any other."""
+    tp.initialize_model_parallel(2)
+    data = tp.get_data_parallel_group()
+    torch.manual_seed(1)
+    layers = [tp.ColumnParallelLinear(2, 1, dtype=F64), tp.RowParallelLinear(1, 2, dtype=F64)]
+    ddp = pycomm.DistributedDataParallel(nn.Sequential(*layers), communicator=data)
+    torch.manual_seed(1)
+    reference = nn.Sequential(nn.Linear(2, 1, dtype=F64), nn.Linear(1, 2, dtype=F64))
+    for m in (ddp, reference):
+        adam = torch.optim.AdamW(m.parameters(), lr=0.1)
+        for _ in range(2):
+            adam.zero_grad()
+            m(torch.ones(3, 2, dtype=F64)).square().sum().backward()
+            norm = tp.clip_grad_norm_(m, 1.0)
+            adam.step()
+    for name, value in tp.full_state_dict(ddp.module).items():
+        torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-10, atol=1e-12)
+    assert float(norm) > 1.0
+
+
+def test_ddp_with_ranks_that_have_nothing() -> None:
+    run_ranks(4, with_nothing)
