@@ -19,6 +19,7 @@ from pycomm.tensor_parallel.context import (
     ulysses_attention,
 )
 from pycomm.tensor_parallel.context.order import in_sequence, in_shards, length_of, pieces_of, shard_sizes
+from pycomm.tensor_parallel.group import destroy_model_parallel, initialize_model_parallel
 from ranks import run_ranks
 
 ORDER = st.sampled_from(["zigzag", "contiguous"])
@@ -76,6 +77,28 @@ def there_and_back(rank: int, size: int) -> None:
 @pytest.mark.parametrize("degree", [1, 3])
 def test_shard_and_unshard_over_ranks(degree: int) -> None:
     run_ranks(degree, there_and_back)
+
+
+def default_groups(rank: int, size: int) -> None:
+    """Without group=, the ranks that share a sequence, not those that share layers."""
+    initialize_model_parallel(2, context_parallel_size=2)
+    positions = context_parallel_positions(8)
+    assert positions.tolist() == ([0, 1, 6, 7] if rank < 2 else [2, 3, 4, 5])
+    x = torch.arange(8.0).view(1, 8, 1)
+    shard = context_parallel_shard(x)
+    assert torch.equal(context_parallel_unshard(shard), x)
+    q = shard.unsqueeze(1) * (1 + rank % 2)  # tensor-parallel ranks have other heads
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *[x.unsqueeze(1) * (1 + rank % 2)] * 3, is_causal=True
+    )
+    for method in (ring_attention, ulysses_attention):
+        torch.testing.assert_close(method(q, q, q, is_causal=True), want[:, :, positions])
+    destroy_model_parallel()
+
+
+@pytest.mark.timeout(60)
+def test_default_groups() -> None:
+    run_ranks(4, default_groups)
 
 
 def refusals(rank: int, size: int) -> None:
