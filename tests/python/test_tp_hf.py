@@ -105,6 +105,7 @@ def equals_one_process(rank: int, size: int) -> list[str]:
         seen.append(name)
     if size == 2:
         long_sequences(comm)
+        recomputed(comm)
     in_training(comm)
     if size == 3:
         planted(comm)
@@ -188,6 +189,23 @@ def in_training(comm: Any) -> None:
                 comm.broadcast(theirs, src=0)
                 assert torch.equal(mine, theirs)
             first.sum().backward()
+
+
+def recomputed(comm: Any) -> None:
+    """Activation checkpointing of every block, dropout on: the masks, and so the gradients, repeat."""
+    batch = torch.arange(12).view(2, 6)
+    torch.manual_seed(2)
+    model: Any = gpt2(resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)
+    parallelize_module(model, comm, gpt2_plan(model, sequence_parallel=True))
+    gradients = []
+    for recompute in (False, True):
+        if recompute:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train().zero_grad()
+        model_parallel_manual_seed(7, comm)
+        model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients)
 
 
 def long_sequences(comm: Any) -> None:
