@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from pycomm.communicator import Communicator
-from pycomm.ddp.arguments import chosen_overlap
+from pycomm.ddp.arguments import _default_overlap
 from pycomm.tensor_parallel.regions import (
     _apply,
     _GatherPartial,
@@ -53,7 +53,10 @@ def n_chunks_of(comm: Communicator) -> int:
         with comm._refusing:
             if text and (not text.isdecimal() or int(text) < 1):
                 raise ValueError(f"{OVERLAP_VARIABLE} must be a number of chunks, at least 1, got {text!r}")
-        has_cores = chosen_overlap(None, comm.size) == "async"
+        # Of the machine, not of the group only: data-parallel ranks need cores as well.
+        local = os.environ.get("LOCAL_WORLD_SIZE", "")
+        n_local_ranks = max(comm.size, int(local) if local.isdecimal() else 1)
+        has_cores = _default_overlap(n_local_ranks) == "async"
         wanted = int(text) if text else _DEFAULT_CHUNKS if has_cores else 1
         smallest = torch.tensor([wanted], dtype=torch.int64, device="cpu")
         comm.all_reduce(smallest, op="min")

@@ -7,6 +7,7 @@ from torch.nn in float64 with the same seed.
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import re
 from typing import Any
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 
 import pycomm
 import pycomm.tensor_parallel as tp
+from pycomm.tensor_parallel.overlap import n_chunks_of
 from pycomm.tensor_parallel.parameters import shard_index
 from pycomm.tensor_parallel.shards import even, heads
 from ranks import run_ranks
@@ -419,6 +421,26 @@ def the_rest(rank: int, size: int) -> None:
 
 def test_norms_copies_and_errors() -> None:
     run_ranks(2, the_rest)
+
+
+def wrong_settings(rank: int, size: int) -> None:
+    """Wrong on one rank: it says so, and the other is told."""
+    layer = tp.ColumnParallelLinear(3, 4, sequence_parallel=True)
+    with pytest.raises(
+        (ValueError, pycomm.CommError), match="a number of chunks, at least 1, got '0'"
+    ):
+        os.environ["PYCOMM_TP_OVERLAP"] = "0" if rank == 0 else "2"
+        layer(torch.ones(2, 3))
+    os.environ["PYCOMM_TP_OVERLAP"] = str(2 + rank)
+    assert layer(torch.ones(2, 3)).shape == (4, 2)
+    assert n_chunks_of(layer.group) == 2  # the smallest
+    os.environ["PYCOMM_TP_CHECK"] = "yes"
+    with pytest.raises(ValueError, match="PYCOMM_TP_CHECK must be 0 or 1, got 'yes'"):
+        tp.ColumnParallelLinear(3, 4)(torch.ones(2, 3))
+
+
+def test_wrong_settings_are_said() -> None:
+    run_ranks(2, wrong_settings)
 
 
 def checked(rank: int, size: int) -> None:
