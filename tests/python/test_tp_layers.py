@@ -426,9 +426,7 @@ def test_norms_copies_and_errors() -> None:
 def wrong_settings(rank: int, size: int) -> None:
     """Wrong on one rank: it says so, and the other is told."""
     layer = tp.ColumnParallelLinear(3, 4, sequence_parallel=True)
-    with pytest.raises(
-        (ValueError, pycomm.CommError), match="a number of chunks, at least 1, got '0'"
-    ):
+    with pytest.raises((ValueError, pycomm.CommError), match="a number of chunks, at least 1, got '0'"):
         os.environ["PYCOMM_TP_OVERLAP"] = "0" if rank == 0 else "2"
         layer(torch.ones(2, 3))
     os.environ["PYCOMM_TP_OVERLAP"] = str(2 + rank)
