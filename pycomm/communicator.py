@@ -39,6 +39,9 @@ class Communicator(Collectives, PointToPoint):
         ...     _ = comm.all_reduce(t, op="max")
     """
 
+    #: The run folder in which :func:`init` met the others, a name no other meeting has; else empty.
+    _met_in = ""
+
     def __init__(self, core: _C.Communicator) -> None:
         super().__init__(core)
         _open.add(self)

@@ -64,5 +64,6 @@ def init(
     for collective, name in forced.items():
         core.force_algorithm(KINDS[collective], name)
     comm = Communicator(core)
+    comm._met_in = place.folder
     tuning.load_or_measure(comm)
     return comm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ class Work:
         self._result = result
         self._finish = finish
         self._lock = threading.Lock()
+        self._keeper: weakref.ref[Keeper] | None = None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Blocks until the call is done.
@@ -47,6 +49,8 @@ class Work:
             ValueError: a negative timeout.
             CommTimeoutError: ``timeout`` seconds have passed; the call goes on.
             CommError: the call failed (also PeerLostError, MismatchError).
+            KeyboardInterrupt: Ctrl-C came. The call goes on; but a small one that this thread was running
+                itself ends with it, and the communicator has failed.
         """
         if timeout is not None and not timeout >= 0:
             raise ValueError(f"timeout must be seconds >= 0 or None, got {timeout!r}")
@@ -62,6 +66,9 @@ class Work:
                 self._finish()
                 self._finish = None
             self._tensors = None
+        keeper = None if self._keeper is None else self._keeper()
+        if keeper is not None:
+            keeper.let_go(self)
 
     def is_completed(self) -> bool:
         """True when the call has ended, well or badly. Does not block."""
@@ -167,21 +174,29 @@ class Keeper:
     """Keeps works alive until they are done: the engine holds addresses only, and owners may drop a work."""
 
     def __init__(self) -> None:
-        self._works: list[Work] = []
+        self._works: set[Work] = set()
+        self._me = weakref.ref(self)
         self._lock = threading.Lock()
         self._next_sweep = 0
 
     def pending(self) -> bool:
         """Whether one of them goes on."""
         with self._lock:
-            return not all(work.is_completed() for work in self._works)
+            return not all(work.is_completed() for work in list(self._works))
 
     def add(self, work: Work) -> Work:
         """Returns ``work``. Lets go of finished ones, so that they do not hold their tensors."""
         with self._lock:
             if len(self._works) >= self._next_sweep:
-                self._works = [kept for kept in self._works if not kept.is_completed()]
+                for kept in list(self._works):
+                    if kept.is_completed():  # also badly
+                        self._works.discard(kept)
                 # With many pending, a sweep costs as much as it can free.
                 self._next_sweep = len(self._works) * 2 if len(self._works) > 64 else 0
-            self._works.append(work)
+            self._works.add(work)
+            work._keeper = self._me
         return work
+
+    def let_go(self, work: Work) -> None:
+        """Of a work that has ended well, whose result would else live until the next call."""
+        self._works.discard(work)

@@ -170,7 +170,7 @@ void Communicator::hurry() {
   cv_.notify_all();
 }
 
-bool Communicator::run_here(const Work& work, CallerHooks* hooks) {
+bool Communicator::run_here(const Work& work, CallerHooks* hooks, Status* out) {
   std::unique_lock lock(mutex_);
   if (group_->node()->forked() || queue_.empty() || queue_.front().work.get() != &work) return false;
   if (stop_ || busy_.exchange(true)) {
@@ -181,7 +181,7 @@ bool Communicator::run_here(const Work& work, CallerHooks* hooks) {
   Job job = std::move(queue_.front());
   queue_.pop_front();
   lock.unlock();
-  finish(std::move(job), hooks);
+  *out = finish(std::move(job), hooks);
   if (waiting_.load() != 0) {
     lock.lock();
     cv_.notify_all();
@@ -190,12 +190,14 @@ bool Communicator::run_here(const Work& work, CallerHooks* hooks) {
 }
 
 // The caller has set busy_.
-void Communicator::finish(Job job, CallerHooks* hooks) {
+Status Communicator::finish(Job job, CallerHooks* hooks) {
   Status s = execute(*job.request, hooks);
   busy_.store(false);
   // Only now: a caller that sees no waiting jobs may run inline.
   waiting_.fetch_sub(1);
-  job.work->finish(std::move(s));
+  // Ctrl-C is for who waited here; others who ask the work learn what became of the group.
+  job.work->finish(s.code() == Code::kInterrupt ? group_->failure() : s.clone());
+  return s;
 }
 
 // Returns when the first job is the progress thread's to run, or there is none and never will be.
@@ -233,7 +235,7 @@ void Communicator::serve() {
     Job job = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
-    finish(std::move(job), nullptr);
+    const Status told = finish(std::move(job), nullptr);  // to the work
     lock.lock();
   }
   cv_.notify_all();  // close() waits for the last job

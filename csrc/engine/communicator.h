@@ -55,8 +55,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status prepare(Request* request, const char* algorithm);
   Status run(Request& request, CallerHooks* hooks);
   std::shared_ptr<Work> start(std::unique_ptr<Request> request);
-  // Runs the call of this work on the calling thread, if it is the next and nobody has begun it.
-  bool run_here(const Work& work, CallerHooks* hooks);
+  // Runs the call of this work on the calling thread, if it is the next and nobody has begun it. `out`: how
+  // it ended for this caller; kInterrupt: Ctrl-C came, and the communicator has failed.
+  bool run_here(const Work& work, CallerHooks* hooks, Status* out);
   // Has the progress thread begin what is queued.
   void hurry();
 
@@ -83,7 +84,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status enqueue(std::unique_ptr<Request> request, std::shared_ptr<Work> work, bool patient);
   void serve();
   void wait_for_job(std::unique_lock<std::mutex>& lock);
-  void finish(Job job, CallerHooks* hooks);
+  Status finish(Job job, CallerHooks* hooks);
 
   std::unique_ptr<Group> group_;
   std::unique_ptr<Engine> engine_;

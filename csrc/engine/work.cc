@@ -54,11 +54,17 @@ Status Work::result() const {
 Status Work::wait(double timeout_s, CallerHooks* hooks, bool* finished) {
   *finished = true;
   if (done()) return result();
+  if (forked()) {  // before any lock: it may have been held by a thread that is not in this process
+    return Status::error(Code::kClosed,
+                         "this call was made in the parent of this forked process, which alone can wait for "
+                         "it; a child (a DataLoader worker, for example) makes its own communicator with "
+                         "pycomm.init(), or does without");
+  }
   if (const auto communicator = communicator_.lock()) {
     if (timeout_s >= 0)  // shorter, it may be, than the call
       communicator->hurry();
-    else if (communicator->run_here(*this, hooks))
-      return result();
+    else if (Status s; communicator->run_here(*this, hooks, &s))
+      return s;
   }
   if (hooks != nullptr) hooks->before_block();
   const double end = timeout_s < 0 ? INFINITY : monotonic_s() + timeout_s;
@@ -79,6 +85,7 @@ Status Work::wait(double timeout_s, CallerHooks* hooks, bool* finished) {
 }
 
 void Work::announce(std::shared_ptr<Completions> completions, uint64_t id) {
+  if (forked()) return completions->push(id);  // wait() says why
   {
     std::lock_guard lock(mutex_);
     if (!done_.load(std::memory_order_relaxed)) {

@@ -41,6 +41,7 @@ class Work {
   // Of whose queue it is; before the work is shown to anybody.
   void set_communicator(std::weak_ptr<Communicator> communicator) { communicator_ = std::move(communicator); }
   // Waits at most timeout_s (negative: for ever); false when the time is over. `hooks` as in Engine::run.
+  // In a forked child a work of its parent's that has not ended is an error: nobody will end it there.
   Status wait(double timeout_s, CallerHooks* hooks, bool* finished);
   // Pushes `id` when the call ends, at once when it has.
   void announce(std::shared_ptr<Completions> completions, uint64_t id);
@@ -48,8 +49,11 @@ class Work {
   int source = -1;  // recv: who sent
 
  private:
+  bool forked() const { return fork_generation_ != Node::current_fork_generation(); }
+
   std::atomic<bool> done_{false};
   std::weak_ptr<Communicator> communicator_;
+  const uint64_t fork_generation_ = Node::current_fork_generation();
   mutable std::mutex mutex_;
   std::condition_variable cv_;
   Status status_;

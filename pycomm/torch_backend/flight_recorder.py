@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pycomm.errors import MismatchError
 from pycomm.work import Work
 
 __all__ = ["Entry", "Recorder", "dump", "write_after_failure"]
@@ -51,7 +52,10 @@ def _capacity() -> int:
 class Entry:
     """One call."""
 
-    __slots__ = ("created_ns", "frames", "group", "inputs", "name", "number", "outputs", "record", "works")
+    __slots__ = (
+        "created_ns", "ended_with", "frames", "group", "inputs", "name", "number", "outputs", "record",
+        "works",
+    )  # fmt: skip
 
     def __init__(self, group: Recorder, name: str, number: int, inputs: Any, outputs: Any) -> None:
         self.group = group
@@ -66,6 +70,8 @@ class Entry:
         self.frames = _stack()
         #: None until the engine has the call; then what is to end (nothing: it has ended).
         self.works: list[Any] | None = None
+        #: What was raised in the call itself. (Not the exception, whose frames keep tensors alive.)
+        self.ended_with: type[BaseException] | None = None
 
     def made(self, works: Iterable[Work]) -> None:
         """The engine has the call. Keeps no tensor alive."""
@@ -73,14 +79,22 @@ class Entry:
 
     def state(self) -> str:
         """``started``, ``completed`` or ``failed``."""
-        if self.works is None or not all(work.done() for work in self.works):
-            return "started"
-        try:
-            for work in self.works:
-                work.raise_if_failed()
-        except Exception:
+        if self.failure() is not None:
             return "failed"
-        return "completed"
+        return "completed" if self.works is not None and self._is_over() else "started"
+
+    def failure(self) -> type[BaseException] | None:
+        """What the call ended with, if it ended badly."""
+        if self.ended_with is None and self.works and self._is_over():
+            try:
+                for work in self.works:
+                    work.raise_if_failed()
+            except Exception as error:
+                return type(error)
+        return self.ended_with
+
+    def _is_over(self) -> bool:
+        return all(work.done() for work in self.works or ())
 
     def site(self) -> str:
         """Where the program made the call."""
@@ -176,13 +190,15 @@ class Recorder:
         return entry
 
     def open(self) -> Entry | None:
-        """This group's oldest collective that has not ended well."""
+        """This group's oldest collective that has not ended, or that differed from those of other ranks.
+
+        One that was refused, or whose time was over, is behind the group.
+        """
         for entry in _copy():
-            if (
-                entry.group is self
-                and not entry.name.startswith(("send", "recv"))
-                and entry.state() != "completed"
-            ):
+            if entry.group is not self or entry.name.startswith(("send", "recv")):
+                continue
+            failure = entry.failure()
+            if issubclass(failure, MismatchError) if failure else entry.state() == "started":
                 return entry
         return None
 

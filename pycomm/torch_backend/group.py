@@ -65,8 +65,11 @@ class ProcessGroup(Backend, dist.ProcessGroup):
             raise as_torchs(error) from error
         self._refusing = self._comm._refusing
         self._is_checked = False
-        self._barriers = MonitoredBarrier(store, rank, size)
-        self._maker = Maker(self, self._comm, store)
+        # Of these ranks' meeting alone: torch gives the same names to the groups of a world made anew, and in
+        # the same store what is left of an earlier one would count.
+        own: Any = dist.PrefixStore(self._comm._met_in, store)  # type: ignore[attr-defined]
+        self._barriers = MonitoredBarrier(own, rank, size)
+        self._maker = Maker(self, self._comm, own)
 
     # ---- what it is -------------------------------------------------------------------------------------
 

@@ -50,6 +50,13 @@ class Maker:
         self._recorder = Recorder(group)
         self._told: dict[str, str] = {}  # of an error's text: what was added to it
 
+    def _begin(self, name: str, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> Entry | None:
+        try:
+            return self._recorder.begin(name, given, outputs)
+        except Exception as error:  # a tensor without a shape
+            self._comm._c.refuse(str(error))
+            raise
+
     def make(
         self,
         name: str,
@@ -70,7 +77,7 @@ class Maker:
             finish: what is left to do with the outputs after the calls.
         """
         is_async, timeout = getattr(options, "asyncOp", True), _limit(options)
-        entry = self._recorder.begin(name, given, outputs)
+        entry = self._begin(name, given, outputs)
         try:
             if is_async or is_recording():
                 pending = self._start(name, given, outputs, calls, timeout, entry, finish)
@@ -82,17 +89,26 @@ class Maker:
             if finish is not None:
                 finish()
             return Done(outputs)
-        except CommError as error:
+        except BaseException as error:
+            self._raise_as_torchs(entry, error)
+            raise
+
+    def _raise_as_torchs(self, entry: Entry | None, error: BaseException) -> None:
+        """Notes what a call ended with; raises it in torch's family if it is one of the engine's."""
+        if entry is not None:
+            entry.ended_with = type(error)
+        if isinstance(error, CommError):
             raise self.explained(error) from error
 
     @contextlib.contextmanager
     def noting(self, name: str, tensors: list[Tensor]) -> Iterator[None]:
         """Around what is made without :meth:`make`: recorded, and with torch's errors."""
-        entry = self._recorder.begin(name, tensors, tensors)
+        entry = self._begin(name, tensors, tensors)
         try:
             yield
-        except CommError as error:
-            raise self.explained(error) from error
+        except BaseException as error:
+            self._raise_as_torchs(entry, error)
+            raise
         if entry is not None:
             entry.made(())
 
@@ -109,8 +125,9 @@ class Maker:
         entry = self._recorder.begin(f"{name[:4]} {peers}", *ends)
         try:
             return self._start(name, tensors, tensors, [lambda **_: start()], None, entry, None)
-        except CommError as error:
-            raise self.explained(error) from error
+        except BaseException as error:
+            self._raise_as_torchs(entry, error)
+            raise
 
     def _start(
         self,
@@ -139,13 +156,15 @@ class Maker:
         if isinstance(error, DistCommError):
             return error
         text = str(error)
-        if text not in self._told:
+        more = self._told.get(text)
+        if more is None:
             lines = []
             if self._comm._c.failed:  # a call that was refused leaves it usable
                 lines = self._sites() if isinstance(error, MismatchError) else []
                 lines.append(flight_recorder.write_after_failure())
-            self._told = {text: "".join(f"\n  {line}" for line in lines if line)}
-        return as_torchs(error, self._told[text])
+            more = "".join(f"\n  {line}" for line in lines if line)
+            self._told = {text: more}
+        return as_torchs(error, more)
 
     def _sites(self) -> list[str]:
         """Where each rank's program made the call that differs."""

@@ -50,7 +50,7 @@ def movable(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Plain tensors for a call that moves elements: as they are, or as bytes.
 
     Raises:
-        TypeError: a dtype that the engine does not know, of a tensor that is not contiguous.
+        TypeError: a dtype that the engine does not know, of a tensor that is not contiguous or is quantised.
     """
     return [_movable(call, tensor) for tensor in plain_list(tensors)]
 
@@ -58,6 +58,8 @@ def movable(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _movable(call: str, tensor: Tensor) -> Tensor:
     if tensor.dtype in DTYPE_CODES:
         return tensor
+    if tensor.is_quantized:  # torch views its bytes as quantised ones, and crashes later
+        raise TypeError(f"{call}: a quantised tensor has more than its elements; give its int_repr()")
     if not tensor.is_contiguous():
         raise TypeError(f"{call}: a tensor of {tensor.dtype} must be contiguous to be moved")
     flat = as_bytes(tensor)

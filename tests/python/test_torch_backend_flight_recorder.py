@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import weakref
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,54 @@ def one_is_busy(rank, size):
 
 def test_a_rank_that_is_busy_elsewhere_is_not_waited_for():
     run_ranks(2, one_is_busy)
+
+
+def refused_before(rank, size):
+    start(rank, size)
+    for is_async in (False, True):  # calls that end badly and leave the group usable
+        if rank == 0:
+            with pytest.raises(ValueError, match="divide"):
+                dist.all_to_all_single(torch.ones(5), torch.ones(5))
+        elif is_async:
+            assert "refused" in message_of(dist.all_reduce(torch.ones(3), async_op=True).wait)
+        else:
+            assert "refused" in message_of(lambda: dist.all_reduce(torch.ones(3)))
+    dist.barrier()
+    states = [(entry["state"], entry["failed"]) for entry in dump()["entries"]]
+    assert states == [("started", True)] * 2 + [("completed", False)]
+    text = message_of(lambda: dist.all_reduce(torch.ones(4 + rank)))  # differs
+    assert text.count(f"called at {line_of('differs')} in") == size
+
+
+def test_a_call_that_was_refused_is_not_taken_for_one_that_differs():
+    run_ranks(3, refused_before)
+
+
+def again(rank, size):
+    """A world made anew on the same store, with which torch counts its groups from 0 again."""
+    signs = dist.FileStore(f"{os.environ['PYCOMM_RUN_DIR']}/signs", -1)
+    start(rank, size, timeout=30)
+    assert "different calls" in message_of(lambda: dist.all_reduce(torch.ones(4 + rank)))  # of the first
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="Rank 1 failed to pass"):
+            dist.monitored_barrier(timeout=timedelta(milliseconds=100))
+        signs.set("gave up", "")
+    signs.wait(["gave up"])
+    dist.destroy_process_group()
+    start(rank, size)
+    dist.monitored_barrier(timeout=timedelta(seconds=20))
+    if rank == 1:
+        work = dist.all_reduce(torch.ones(5), async_op=True)
+        signs.wait(["the other has failed"])
+        message_of(work.wait)
+    else:
+        text = message_of(lambda: dist.all_reduce(torch.ones(4)))
+        signs.set("the other has failed", "")
+        assert "rank 1 is busy elsewhere" in text and line_of("of the first") not in text
+
+
+def test_a_world_made_anew_hears_nothing_of_the_last_one():
+    run_ranks(2, again)
 
 
 def calls(rank, size):

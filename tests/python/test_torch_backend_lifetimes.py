@@ -263,7 +263,7 @@ def ctrl_c(rank: int, size: int) -> None:
     abort_and_tell("call")
 
     start(rank, size, name="wait")
-    work = dist.all_reduce(torch.ones(4), async_op=True)
+    work = dist.all_reduce(torch.ones(1 << 18), async_op=True)  # not a small one, which its waiter may run
     with interrupted_in("works.py:wait"):
         work.wait()
     assert not work.is_completed()  # only the wait was interrupted

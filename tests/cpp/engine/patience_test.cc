@@ -32,7 +32,9 @@ TEST(Patience, WhoWaitsRunsIt) {
       for (int i = 0; i < 2000; i++) {  // a thread that is preempted for longer than the patience comes late
         float x = 1;
         const auto work = start_sum(*self.comm, &x);
-        ran_here |= self.comm->run_here(*work, nullptr);
+        Status s;
+        ran_here |= self.comm->run_here(*work, nullptr, &s);
+        PYCOMM_ASSERT_OK(std::move(s));
         PYCOMM_ASSERT_OK(wait_for(work));
         ASSERT_EQ(x, static_cast<float>(n));
       }
@@ -126,6 +128,36 @@ TEST(Patience, CloseDoesNotForgetIt) {
     PYCOMM_ASSERT_OK(self.comm->close(nullptr));
     PYCOMM_ASSERT_OK(work->result());
     EXPECT_EQ(x, 2);
+  });
+}
+
+// The waiter alone is interrupted; who asks the work afterwards, in whatever thread, hears of a failed call.
+TEST(Patience, CtrlCOfTheWaiterIsNotTheWorks) {
+  struct Pressed final : CallerHooks {
+    void before_block() override {}
+    Status poll() override { return Status::error(Code::kInterrupt, "interrupted"); }
+  };
+  run_ranks(2, [](TestRank& self) {
+    bool ran_here = false;
+    for (int i = 0; i < 5; i++) {
+      std::shared_ptr<Communicator> child;
+      PYCOMM_ASSERT_OK(self.comm->split(0, self.rank, 0, nullptr, &child));
+      if (self.rank == 1) continue;  // makes no call
+      float x = 1;
+      const auto work = start_sum(*child, &x);
+      Pressed hooks;
+      Status s;
+      if (child->run_here(*work, &hooks, &s)) {
+        ran_here = true;
+        EXPECT_EQ(s.code(), Code::kInterrupt);
+        ASSERT_TRUE(work->done());
+        EXPECT_EQ(work->result().code(), Code::kClosed);
+        EXPECT_NE(work->result().message().find("interrupted (Ctrl-C)"), std::string::npos);
+        EXPECT_EQ(wait_for(work).code(), Code::kClosed);
+      }
+      child->abort("the next one");
+    }
+    EXPECT_EQ(ran_here, self.rank == 0);
   });
 }
 
