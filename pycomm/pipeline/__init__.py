@@ -2,7 +2,8 @@
 
 schedule/ holds what a rank does and when, as data; runtime.py executes it with stage.py (one stage's
 forwards and backwards, backward.py in halves) and post.py (messages of any shape, messages.py their
-contents); schedules.py has torch's classes around it.
+contents); schedules.py has torch's classes around it. layers.py cuts a list of layers into stages, as
+partition.py finds best.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pycomm.pipeline.layers import LayerSpec as LayerSpec
+    from pycomm.pipeline.layers import Plan as Plan
+    from pycomm.pipeline.layers import TiedLayerSpec as TiedLayerSpec
+    from pycomm.pipeline.layers import plan as plan
     from pycomm.pipeline.schedules import *  # noqa: F403
     from pycomm.pipeline.skips import pop as pop
     from pycomm.pipeline.skips import stash as stash
@@ -18,6 +23,10 @@ if TYPE_CHECKING:
 
 # torch is imported with the first name that needs it: the command line has schedules without it.
 _LATER = {
+    "LayerSpec": "pycomm.pipeline.layers",
+    "Plan": "pycomm.pipeline.layers",
+    "TiedLayerSpec": "pycomm.pipeline.layers",
+    "plan": "pycomm.pipeline.layers",
     "PipelineStage": "pycomm.pipeline.stage",
     "pop": "pycomm.pipeline.skips",
     "stash": "pycomm.pipeline.skips",
