@@ -24,6 +24,9 @@ from pycomm.point_to_point import PointToPoint
 from pycomm.work import _completer
 
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+# A program that ends (sys.exit, too) does not wait longer for a call that nobody has waited for: its peers
+# may wait for this process in turn, and torchrun sees no exit code before it ends.
+_AT_EXIT_S = 10.0
 
 
 class Communicator(Collectives, PointToPoint):
@@ -257,7 +260,7 @@ def _close_all() -> None:
             # Nobody will read the results, and the peers of these calls may themselves wait for this rank.
             comm.abort(f"the program ended with {type(last_words).__name__}: {last_words}")
         try:
-            comm.close()
+            comm._c.close(_AT_EXIT_S)
         except CommError:
             comm.abort("the interpreter ends")
     _completer.stop()

@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cmath>
 #include <cstring>
 #include <optional>
 
@@ -260,10 +261,13 @@ void bind_engine(py::module_& m) {
              py::gil_scoped_release r;
              c.comm->abort(why);
            })
-      .def("close", [](PyCommunicator& c) {
-        GilHooks hooks;
-        raise_after(hooks, c.comm->close(&hooks));
-      });
+      .def(
+          "close",
+          [](PyCommunicator& c, double limit_s) {
+            GilHooks hooks;
+            raise_after(hooks, c.comm->close(&hooks, limit_s));
+          },
+          py::arg("limit_s") = INFINITY);
   add_fast_calls(m);
   add_tally(m);
 }

@@ -304,7 +304,7 @@ void Communicator::abort(const std::string& why) {
   p2p_->stop();
 }
 
-Status Communicator::close(CallerHooks* hooks) {
+Status Communicator::close(CallerHooks* hooks, double limit_s) {
   if (closed_.exchange(true)) return Status();
   if (group_->node()->forked()) {
     // The thread does not exist in this process, and its handle may meanwhile be that of another one.
@@ -312,6 +312,7 @@ Status Communicator::close(CallerHooks* hooks) {
     return Status();
   }
   Status s;
+  const double end_s = monotonic_s() + limit_s;
   std::unique_lock lock(mutex_);
   stop_ = true;
   waiting_.fetch_add(1);  // from here on nobody runs inline
@@ -319,10 +320,13 @@ Status Communicator::close(CallerHooks* hooks) {
   while (!queue_.empty() || busy_.exchange(true)) {
     if (hooks != nullptr) hooks->before_block();
     cv_.wait_for(lock, std::chrono::milliseconds(kSliceMs));
-    if (hooks == nullptr || !s.ok()) continue;
     lock.unlock();
-    s = hooks->poll();
-    if (!s.ok()) abort("interrupted while closing (Ctrl-C)");
+    if (hooks != nullptr && s.ok()) {
+      s = hooks->poll();
+      if (!s.ok()) abort("interrupted while closing (Ctrl-C)");
+    }
+    if (monotonic_s() > end_s && !group_->failed())
+      abort(format("the program ended, and waited %g s for an asynchronous call to end", limit_s));
     lock.lock();
   }
   lock.unlock();

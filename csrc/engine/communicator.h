@@ -9,6 +9,7 @@
 #pragma once
 
 #include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -67,8 +68,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
                std::shared_ptr<Communicator>* out);
   void abort(const std::string& why);
   // Waits for what runs and what is queued (bounded by the timeout), then leaves. Idempotent. kInterrupt:
-  // Ctrl-C came; the communicator was aborted, and is closed all the same.
-  Status close(CallerHooks* hooks);
+  // Ctrl-C came; the communicator was aborted, and is closed all the same. What has not ended after limit_s
+  // is aborted, too.
+  Status close(CallerHooks* hooks, double limit_s = INFINITY);
   // Fails when closed, failed, or inherited by a forked child.
   Status check_usable() const;
   bool closed() const { return closed_.load(std::memory_order_acquire); }

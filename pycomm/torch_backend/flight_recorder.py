@@ -174,9 +174,15 @@ class Recorder:
         if group is None:
             return
         known = dist.distributed_c10d._world.pg_group_ranks.get(group)
-        self.ranks = sorted(known) if known else list(range(group.size()))
+        self.ranks = sorted(known, key=lambda rank: known[rank]) if known else list(range(group.size()))
         self.name, self.desc = group.getGroupName(), group.getGroupDesc()
         self.timeout_ms = int(group.communicator.timeout * 1e3)
+
+    def whose_ranks(self) -> str:
+        """What an error's ranks are in the world, where they are others there."""
+        if self.ranks == list(range(len(self.ranks))):
+            return ""
+        return f'these are ranks of the group "{self.desc or self.name}"; in the world they are {self.ranks}'
 
     def begin(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Entry | None:
         """A call that is being made; None when none are kept."""

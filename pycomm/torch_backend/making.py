@@ -158,9 +158,11 @@ class Maker:
         text = str(error)
         more = self._told.get(text)
         if more is None:
-            lines = []
+            lines = [self._recorder.whose_ranks()]
             if self._comm._c.failed:  # a call that was refused leaves it usable
-                lines = self._sites() if isinstance(error, MismatchError) else []
+                # A message that differs from its recv is no collective's doing.
+                differ = isinstance(error, MismatchError) and "made different calls" in text
+                lines += self._sites() if differ else []
                 lines.append(flight_recorder.write_after_failure())
             more = "".join(f"\n  {line}" for line in lines if line)
             self._told = {text: more}

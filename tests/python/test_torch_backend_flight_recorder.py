@@ -100,6 +100,20 @@ def test_a_call_that_was_refused_is_not_taken_for_one_that_differs():
     run_ranks(3, refused_before)
 
 
+def in_a_part(rank, size):
+    start(rank, size)
+    part = dist.new_group([0, 2], group_desc="the even ones")
+    if rank != 1:
+        text = message_of(lambda: dist.all_reduce(torch.ones(4 + rank), group=part))
+        assert "rank 1 called all_reduce" in text  # of the group
+        assert 'ranks of the group "the even ones"; in the world they are [0, 2]' in text
+    dist.barrier()
+
+
+def test_an_error_in_a_group_tells_the_ranks_of_the_world():
+    run_ranks(3, in_a_part)
+
+
 def again(rank, size):
     """A world made anew on the same store, with which torch counts its groups from 0 again."""
     signs = dist.FileStore(f"{os.environ['PYCOMM_RUN_DIR']}/signs", -1)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 import traceback
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,3 +108,40 @@ def interrupted(rank: int, size: int) -> None:
 
 def test_ctrl_c_in_a_call_that_its_waiter_runs():
     run_ranks(2, interrupted)
+
+
+EXITS = """
+import sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+import pycomm
+rank = int(sys.argv[2])
+store = dist.FileStore(sys.argv[1], 2)
+dist.init_process_group("pycomm", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=55))
+if rank == 0:
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    sys.exit(3)
+dist.recv(torch.ones(1), 0)
+"""
+
+
+def test_a_program_that_exits_does_not_wait_long_for_calls_that_nobody_waited_for(tmp_path):
+    """Rank 1 waits for rank 0, which has a call in flight that waits for rank 1, when it calls sys.exit."""
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root), "PYCOMM_TUNE": "off"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", EXITS, str(tmp_path / "store"), str(rank)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=45)[1] for rank in ranks]  # less than the calls' timeout
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[0].returncode == 3, errors[0]
+    assert "rank 0 (host" in errors[1] and "the program ended, and waited 10 s" in errors[1]
