@@ -165,7 +165,8 @@ def _joined(a: Tensor, b: Tensor, p: float) -> Tensor:
 def has_overflow(parameters: Parameters, *, mesh: Group = None) -> bool:
     """Whether some gradient has an element that is not finite, on some rank; the same on every rank.
 
-    Collective over the tensor-parallel ranks. A rank that skips a step alone would leave the others' model.
+    Collective over the tensor-parallel ranks, and over FSDP2's. A rank that skips a step alone would leave
+    the others' model.
 
     Args:
         parameters, mesh: as for :func:`clip_grad_norm_`.
@@ -178,11 +179,18 @@ def has_overflow(parameters: Parameters, *, mesh: Group = None) -> bool:
     """
     given = _unique(parameters)
     found = torch.zeros(1, dtype=torch.int32, device="cpu")
+    meshes: dict[DeviceMesh, None] = {}  # of FSDP2, whose ranks have other parts of the same gradient
     for parameter in given:
         gradient: Any = parameter.grad
-        if gradient is not None:
-            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-            found |= int(not bool(torch.isfinite(local).all()))
+        if gradient is None:
+            continue
+        if hasattr(gradient, "to_local"):
+            meshes[gradient.device_mesh] = None
+            gradient = gradient.to_local()
+        found |= int(not bool(torch.isfinite(gradient).all()))
+    for over in meshes:
+        for dim in range(over.ndim):
+            communicator_of(over.get_group(dim), who="has_overflow").all_reduce(found, op="max")
     for comm in _communicators(given, shard_index(), mesh, "has_overflow"):
         comm.all_reduce(found, op="max")
     return bool(found)
@@ -218,6 +226,12 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
         if self.is_enabled():
             self._agree(optimizer)
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        # What step() calls instead for optimizers that unscale by themselves (``fused=True``).
+        found: dict[str, Any] = super()._check_inf_per_device(optimizer)
+        self._agree(optimizer)
+        return found
 
 
 def count_parameters(module: nn.Module, *, trainable_only: bool = False) -> int:

@@ -275,6 +275,11 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
             ([8, 4, 4], 4)
         """
         comm = communicator_of(group, who=f"{cls.__name__}: group")
+        if n_kv_heads < 1 or n_heads % n_kv_heads != 0:
+            raise ValueError(
+                f"{cls.__name__}.for_attention({in_features}, {n_heads}, {n_kv_heads}, {head_size}) over "
+                f"{comm.size} ranks: {n_heads} query heads cannot share {n_kv_heads} key-value heads evenly"
+            )
         queries, keys = heads(n_heads, n_kv_heads, comm.size)
         q, kv = queries.times(head_size), keys.times(head_size)
         layer = cls(in_features, [q, kv, kv], group=comm, **more)
@@ -346,10 +351,8 @@ class RowParallelLinear(_Linear):
         self.sequence_dim = sequence_dim
         self.reset_parameters()
 
-    @torch.no_grad()
     def _fill_bias(self, init: InitMethod) -> None:
-        if not self.bias.is_meta:
-            init(self.bias)
+        fill(self.bias, None, init)
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""

@@ -50,13 +50,22 @@ class _Notes:
     """What is known of one module's own parameters. A copy of the module has a copy of it."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        # Weak, so that a model's memory is given back with its last reference, and not some time later.
+        self._module = weakref.ref(module)
         self.by_name: dict[str, ParameterShard] = {}
         _all_notes.add(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        _all_notes.add(self)
+    @property
+    def module(self) -> nn.Module | None:
+        return self._module()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Notes:
+        copied = memo.get(id(self.module))  # it holds this, so its copy was begun before
+        if copied is None:
+            return self
+        notes = _Notes(copied)
+        notes.by_name = dict(self.by_name)
+        return notes
 
 
 _all_notes: weakref.WeakSet[_Notes] = weakref.WeakSet()
@@ -113,23 +122,33 @@ def shard_index() -> dict[int, ParameterShard]:
     return {
         id(parameter): shard
         for notes in list(_all_notes)
+        if (module := notes.module) is not None
         for name, shard in notes.by_name.items()
-        if (parameter := notes.module._parameters.get(name)) is not None
+        if (parameter := module._parameters.get(name)) is not None
     }
 
 
 @torch.no_grad()
-def fill(parameter: nn.Parameter, shard: ParameterShard, init: Callable[[Tensor], Any]) -> None:
-    """Initialises the whole with ``init`` and keeps this rank's shard.
+def fill(parameter: nn.Parameter, shard: ParameterShard | None, init: Callable[[Tensor], Any]) -> None:
+    """Initialises the whole with ``init`` and keeps this rank's shard; None: it has all of it.
 
     So the values are those of one process, and a seeded generator is afterwards where it would be there, for
     every degree. The whole exists while it is cut: memory for one whole parameter at a time.
     """
     if parameter.is_meta:
         return
-    if shard.comm.size == 1:
+    target: Any = parameter
+    is_cut_further = hasattr(target, "placements")  # by FSDP2
+    if not is_cut_further and (shard is None or shard.comm.size == 1):
         init(parameter)
         return
-    whole = torch.empty(shard.whole_shape(parameter.shape), dtype=parameter.dtype, device=parameter.device)
+    shape = parameter.shape if shard is None else shard.whole_shape(parameter.shape)
+    whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
     init(whole)
-    parameter.copy_(shard.take(whole))
+    part: Any = whole if shard is None else shard.take(whole)
+    if is_cut_further:
+        from torch.distributed.tensor import distribute_tensor
+
+        # Nothing is sent: all of FSDP2's ranks have drawn the same.
+        part = distribute_tensor(part.contiguous(), target.device_mesh, target.placements, src_data_rank=None)
+    parameter.copy_(part)

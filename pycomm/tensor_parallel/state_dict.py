@@ -60,7 +60,8 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> State:
 
     Args:
         module: with parallel layers anywhere below.
-        rank0_only: only rank 0 of each group gathers, and the others get an empty dictionary.
+        rank0_only: only rank 0 of each group gathers, and the others get an empty dictionary. Each of several
+            data-parallel replicas has such a rank 0; save on one of them.
 
     Returns:
         By name, whole tensors; replicated ones are copies too.
@@ -177,8 +178,21 @@ def _each_state(module: nn.Module, state: State, change: Any) -> State:
     }
 
 
-def _is_shard(value: Any, shard: ParameterShard | None, shape: torch.Size | None) -> bool:
-    return shard is not None and isinstance(value, Tensor) and value.shape == shape
+def _is_shard(name: str, value: Any, shard: ParameterShard | None, shape: torch.Size | None) -> bool:
+    """Whether a state is one value for each element of a sharded parameter; what is for all is none.
+
+    Raises:
+        ValueError: neither, such as Adafactor's means of rows: of a shard they are no part of the whole's.
+    """
+    if shard is None or not isinstance(value, Tensor):
+        return False
+    if value.shape != shape and value.numel() > 1 and shard.comm.size > 1:
+        raise ValueError(
+            f"{name!r}: an optimizer's state of shape {tuple(value.shape)} for a parameter of shape "
+            f"{tuple(shape or ())}, which is dimension {shard.dim} cut over {shard.comm.size} ranks, is no "
+            "part of the whole's; use an optimizer that works by element"
+        )
+    return value.shape == shape
 
 
 def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> State:
@@ -201,7 +215,9 @@ def sharded_optimizer_state_dict(module: nn.Module, optimizer: torch.optim.Optim
     """
 
     def wrap(name: str, value: Any, shard: ParameterShard | None, shape: torch.Size | None) -> Any:
-        return WholeTensor(value, shard) if shard is not None and _is_shard(value, shard, shape) else value
+        return (
+            WholeTensor(value, shard) if shard is not None and _is_shard(name, value, shard, shape) else value
+        )
 
     return _each_state(module, _optimizer_state(module, optimizer), wrap)
 
@@ -231,7 +247,7 @@ def full_optimizer_state_dict(module: nn.Module, optimizer: torch.optim.Optimize
     """
 
     def gather(name: str, value: Any, shard: ParameterShard | None, shape: torch.Size | None) -> Any:
-        is_shard = _is_shard(value, shard, shape)
+        is_shard = _is_shard(name, value, shard, shape)
         value = undistributed(value)
         if is_shard and shard is not None:
             return _whole_of(value, shard, False)

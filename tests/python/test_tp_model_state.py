@@ -7,8 +7,10 @@ several ranks, sequence parallel norms. Expected values are those of the same mo
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -94,18 +96,19 @@ def norms(rank: int, size: int) -> list[float]:
     assert tp.count_parameters(m) == 7 * 6 + 2 * 6 + (6 + 2 + 2) * 7 + 6 * 6 + 6
     twin = copy.deepcopy(m)
     assert tp.count_parameters(twin) == tp.count_parameters(m)
-    scaler = tp.GradScaler(init_scale=8.0)
-    sgd = torch.optim.SGD(twin.parameters(), lr=0.1)
-    before = {name: p.detach().clone() for name, p in twin.named_parameters()}
-    for p in twin.parameters():
-        p.grad = torch.ones_like(p)
-    if rank == 0:
-        twin.norm.weight.grad = torch.full((6,), math.inf, dtype=F64)
-    scaler.scale(torch.ones(()))
-    scaler.step(sgd)
-    scaler.update()
-    assert scaler.get_scale() == 4.0
-    assert all(torch.equal(p, before[name]) for name, p in twin.named_parameters())
+    for fused in (False, True):  # a fused optimizer unscales by itself, and is asked otherwise
+        scaler = tp.GradScaler(init_scale=8.0)
+        adam = torch.optim.AdamW(twin.parameters(), lr=0.1, fused=fused)
+        before = {name: p.detach().clone() for name, p in twin.named_parameters()}
+        for p in twin.parameters():
+            p.grad = torch.ones_like(p)
+        if rank == 0:
+            twin.norm.weight.grad = torch.full((6,), math.inf, dtype=F64)
+        scaler.scale(torch.ones(()))
+        scaler.step(adam)
+        scaler.update()
+        assert scaler.get_scale() == 4.0
+        assert all(torch.equal(p, before[name]) for name, p in twin.named_parameters())
     return found
 
 
@@ -159,6 +162,11 @@ def full(rank: int, size: int, given: Any) -> Any:
         assert m.head.weight is m.embedding.weight
         with pytest.raises(ValueError, match=r"embedding.weight': the whole has the shape \(8, 6\), "):
             tp.load_full_state_dict(m, {"embedding.weight": torch.zeros(8, 6)})
+        if size > 1:  # means of a shard's rows are no part of the whole's
+            layer = tp.ColumnParallelLinear(2, 3 * size)
+            factored = torch.optim.Adafactor(layer.parameters())
+            with pytest.raises(ValueError, match=r"\.row_var': an optimizer's state of shape .* by element"):
+                tp.full_optimizer_state_dict(layer, factored)
         with pytest.raises(RuntimeError, match="Missing key"):
             tp.load_full_state_dict(m, {"embedding.weight": state["embedding.weight"]})
     return state, optimizer, train(m, adam, 2)
@@ -238,6 +246,10 @@ def meta(rank: int, size: int) -> None:
         assert torch.equal(a, b), name
     assert torch.equal(on_meta.kept, torch.ones(2))
     assert id(made.qkv.weight) in shard_index()
+    gc.disable()
+    weight = weakref.ref(tp.ColumnParallelLinear(2, 3).weight)
+    assert weight() is None  # its memory is given back with the layer
+    gc.enable()
 
     class Bare(nn.Module):
         def __init__(self) -> None:
@@ -282,12 +294,29 @@ def with_fsdp(rank: int, size: int, folder: str) -> None:
         tp.initialize_model_parallel(1, group=alone)
         want = model()
         backward(want)
-        for name, value in want.state_dict().items():
+        values = want.state_dict()
+        for name, value in values.items():
             assert torch.equal(state[name], value), name
             assert torch.equal(loaded[name], value), name
         wanted = torch.nn.utils.clip_grad_norm_(want.parameters(), 0.5)
         assert float(norm) == pytest.approx(float(wanted), rel=1e-9)
         assert counted == tp.count_parameters(want)
+        # Made on meta, cut by FSDP2, and only then given values: those of the model made at once.
+        tp.destroy_model_parallel()
+        tp.initialize_model_parallel(2)
+        late = model(device="meta")
+        fully_shard(late.qkv, mesh=mesh["dp"])
+        fully_shard(late, mesh=mesh["dp"])
+        torch.manual_seed(4)
+        tp.materialize(late)
+        for name, value in tp.full_state_dict(late).items():
+            assert torch.equal(value, values[name]), name
+        # What one rank alone has of a gradient is not finite: all know it.
+        backward(late, ids)
+        assert not tp.has_overflow(late)
+        if rank == 0:
+            late.qkv.weight.grad.to_local().fill_(math.inf)
+        assert tp.has_overflow(late)
 
 
 def test_fsdp2_over_data_parallel_ranks(tmp_path: Path) -> None:
