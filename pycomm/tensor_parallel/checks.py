@@ -45,7 +45,7 @@ def check_equal(tensor: Tensor, what: object, comm: Communicator) -> None:
     if comm.size == 1 or not checks_are_on():
         return
     values = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    plain: Any = values.reshape(-1).view(torch.uint8).numpy() if values.numel() else b""
+    plain: Any = values.reshape(-1).view(torch.uint8).cpu().numpy() if values.numel() else b""
     facts = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     mine = torch.tensor([facts, zlib.crc32(plain)], dtype=torch.int64, device="cpu")
     everyones = torch.empty(comm.size, 2, dtype=torch.int64, device="cpu")

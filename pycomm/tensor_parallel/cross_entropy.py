@@ -79,7 +79,7 @@ def vocab_parallel_cross_entropy(
     parts = lengths_of(logits.shape[-1], comm)
     start, size = sum(parts[: comm.rank]), sum(parts)
     check_ids("vocab_parallel_cross_entropy: target", target, size, comm, ignored=ignore_index)
-    flat, ids = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(-1)
+    flat, ids = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(-1).long()
     is_kept = ids != ignore_index
     loss: Tensor = _apply(_CrossEntropy, flat, ids, is_kept, (start, size), label_smoothing, comm)
     if reduction == "none":

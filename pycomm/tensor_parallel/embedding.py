@@ -46,6 +46,16 @@ def check_ids(who: object, ids: Tensor, n: int, comm: Communicator, ignored: int
             )
 
 
+def shard_of_rows(ids: Tensor, rows: Tensor, start: int, stop: int, padding_idx: int | None) -> Tensor:
+    """The embeddings of ids in [start, stop), whose rows this rank has; zeros for the others."""
+    if start == stop:
+        return rows.new_zeros(*ids.shape, 0) @ rows  # zeros, with a way for the gradient
+    is_elsewhere = (ids < start) | (ids >= stop)
+    local = (ids - start).masked_fill(is_elsewhere, 0)
+    padding = None if padding_idx is None or not start <= padding_idx < stop else padding_idx - start
+    return F.embedding(local, rows, padding).masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+
+
 class VocabParallelEmbedding(nn.Module):
     """``torch.nn.Embedding`` with the rows of its weight cut over the ranks.
 
@@ -118,22 +128,20 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
         comm = self.group
+        if self.sequence_parallel and not -input.dim() <= self.sequence_dim < input.dim():
+            with comm._refusing:
+                raise ValueError(
+                    f"{self}: sequence_dim {self.sequence_dim} is no dimension of ids of shape "
+                    f"{tuple(input.shape)}"
+                )
         check_ids(self, input, self.num_embeddings, comm)
         check_equal(input, self, comm)
         if comm.size == 1:
             return F.embedding(input, self.weight, self.padding_idx)
-        n_local = self.stop - self.start
-        if n_local == 0:
-            out = self.weight.new_zeros(*input.shape, 0) @ self.weight  # zeros, with a graph to the weight
-        else:
-            is_elsewhere = (input < self.start) | (input >= self.stop)
-            local = (input - self.start).masked_fill(is_elsewhere, 0)
-            padding = None if self.padding_idx is None else self.padding_idx - self.start
-            if padding is not None and not 0 <= padding < n_local:
-                padding = None
-            out = F.embedding(local, self.weight, padding).masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(out, comm, dim=self.sequence_dim)
+        out = shard_of_rows(input, self.weight, self.start, self.stop, self.padding_idx)
+        if self.sequence_parallel:  # a dimension of the ids, which the output has one more than
+            dim = self.sequence_dim % input.dim()
+            return reduce_scatter_to_sequence_parallel_region(out, comm, dim=dim)
         return reduce_from_tensor_model_parallel_region(out, comm)
 
     def extra_repr(self) -> str:

@@ -70,11 +70,12 @@ def split_of_shards(local: int, comm: Communicator) -> Split:
 def _gathered(shard: Tensor, dim: int, split: Split, comm: Communicator) -> Tensor:
     """The whole of which each rank has a shard."""
     shape = list(shard.shape)
-    if shape[dim] != split.lengths[comm.rank]:
-        raise ValueError(
-            f"rank {comm.rank} of {comm.size} must give {split.lengths[comm.rank]} of the {split.size} "
-            f"elements of dimension {dim}, got a tensor of shape {tuple(shape)}"
-        )
+    with comm._refusing:
+        if shape[dim] != split.lengths[comm.rank]:
+            raise ValueError(
+                f"rank {comm.rank} of {comm.size} must give {split.lengths[comm.rank]} of the {split.size} "
+                f"elements of dimension {dim}, got a tensor of shape {tuple(shape)}"
+            )
     sizes = [[length if d == dim else n for d, n in enumerate(shape)] for length in split.lengths]
     in_order = all(len(rank) <= 1 for rank in split.pieces)
     if in_order and all(n == 1 for n in shape[:dim]):  # shards are whole rows
@@ -278,18 +279,21 @@ def scatter_to_tensor_model_parallel_region(
         >>> scatter_to_tensor_model_parallel_region(torch.ones(2, 4)).shape
         torch.Size([2, 4])
     """
-    return _scatter("scatter_to_tensor_model_parallel_region", input, group, dim, split)
+    return _scatter("scatter_to_tensor_model_parallel_region", input, group, dim, split, _Scatter)
 
 
 @untraced
-def _scatter(who: str, input: Tensor, group: Group, dim: int, split: Split | None) -> Tensor:
+def _scatter(
+    who: str, input: Tensor, group: Group, dim: int, split: Split | None, function: Function
+) -> Tensor:
     comm = communicator_of(group)
-    dim = _dimension(who, input, dim)
-    size = input.shape[dim]
-    split = even(size, comm.size) if split is None else _given(who, split, size, comm)
+    with comm._refusing:
+        dim = _dimension(who, input, dim)
+        size = input.shape[dim]
+        split = even(size, comm.size) if split is None else _given(who, split, size, comm)
     if comm.size == 1:
         return input
-    shard: Tensor = _apply(_Scatter, input, dim, split, comm)
+    shard: Tensor = _apply(function, input, dim, split, comm)
     return shard
 
 
@@ -316,17 +320,13 @@ def gather_from_tensor_model_parallel_region(
 
 @untraced
 def _gather(
-    who: str,
-    input: Tensor,
-    group: Group,
-    dim: int,
-    split: Split | None,
-    function: Function,
+    who: str, input: Tensor, group: Group, dim: int, split: Split | None, function: Function
 ) -> Tensor:
     comm = communicator_of(group)
-    dim = _dimension(who, input, dim)
-    if split is not None:
-        split = _given(who, split, split.size, comm)
+    with comm._refusing:
+        dim = _dimension(who, input, dim)
+        if split is not None:
+            split = _given(who, split, split.size, comm)
     if comm.size == 1:
         return input
     if split is None:
@@ -350,7 +350,7 @@ def scatter_to_sequence_parallel_region(
         >>> scatter_to_sequence_parallel_region(torch.ones(4, 2)).shape
         torch.Size([4, 2])
     """
-    return _scatter("scatter_to_sequence_parallel_region", input, group, dim, split)
+    return _scatter("scatter_to_sequence_parallel_region", input, group, dim, split, _Scatter)
 
 
 def gather_from_sequence_parallel_region(
@@ -379,7 +379,6 @@ def gather_from_sequence_parallel_region(
     return _gather("gather_from_sequence_parallel_region", input, group, dim, split, function)
 
 
-@untraced
 def reduce_scatter_to_sequence_parallel_region(
     input: Tensor, group: Group = None, *, dim: int = 0, split: Split | None = None
 ) -> Tensor:
@@ -395,12 +394,4 @@ def reduce_scatter_to_sequence_parallel_region(
         >>> reduce_scatter_to_sequence_parallel_region(torch.ones(4, 2)).shape
         torch.Size([4, 2])
     """
-    who = "reduce_scatter_to_sequence_parallel_region"
-    comm = communicator_of(group)
-    dim = _dimension(who, input, dim)
-    size = input.shape[dim]
-    split = even(size, comm.size) if split is None else _given(who, split, size, comm)
-    if comm.size == 1:
-        return input
-    shard: Tensor = _apply(_ReduceScatter, input, dim, split, comm)
-    return shard
+    return _scatter("reduce_scatter_to_sequence_parallel_region", input, group, dim, split, _ReduceScatter)

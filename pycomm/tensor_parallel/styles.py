@@ -16,6 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from pycomm import arguments
 from pycomm.communicator import Communicator
@@ -225,6 +227,8 @@ class RowwiseParallel(_Cut):
             raise ValueError(
                 f"{where}: RowwiseParallel sums over the ranks, so no two may have the same input"
             )
+        if kind != "embedding" and self._output is not None and self._output.kind == "partial":
+            raise ValueError(f"{where}: output_layouts must be Replicate() or Shard(dim), got Partial()")
         if kind == "embedding":
             _check_embedding(module, where)
             if any(len(pieces) > 1 for pieces in split.pieces):
@@ -271,6 +275,16 @@ class SequenceParallel(ParallelStyle):
         """See the base class."""
         if isinstance(module, Swapped):
             raise ValueError(f"{where}: this module is parallel already; a plan is applied once")
+        if isinstance(module, _DropoutNd) and not isinstance(module, nn.Dropout):
+            raise TypeError(
+                f"{where}: the mask of a {type(module).__name__} would depend on the number of ranks, and "
+                "leave torch's generator in other states on them; SequenceParallel takes an nn.Dropout"
+            )
+        if isinstance(module, (_NormBase, nn.GroupNorm)):
+            raise TypeError(
+                f"{where}: a {type(module).__name__} takes its statistics over positions, of which a rank "
+                "has a part only; SequenceParallel is for norms over features, such as LayerNorm and RMSNorm"
+            )
         below = [name for name, child in module.named_modules() if name and child._parameters]
         if below:
             raise TypeError(

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from pycomm.communicator import Communicator
 from pycomm.tensor_parallel.checks import check_equal
-from pycomm.tensor_parallel.embedding import check_ids
+from pycomm.tensor_parallel.embedding import check_ids, shard_of_rows
 from pycomm.tensor_parallel.layouts import Layout, converted
 from pycomm.tensor_parallel.overlap import gather_linear, linear_reduce_scatter
 from pycomm.tensor_parallel.parameters import _ATTRIBUTE, fill
@@ -78,13 +78,8 @@ def _initialise(module: Any, inits: dict[str, Callable[[Tensor], Any]]) -> None:
     notes = module.__dict__[_ATTRIBUTE].by_name
     for name, init in inits.items():
         parameter = module._parameters.get(name)
-        if parameter is None or parameter.is_meta:
-            continue
-        if name in notes:
-            fill(parameter, notes[name], init)
-        else:
-            with torch.no_grad():
-                init(parameter)
+        if parameter is not None:
+            fill(parameter, notes.get(name), init)
 
 
 class _Linear(Swapped):
@@ -228,14 +223,7 @@ class RowwiseEmbedding(_Embedding):
         if how.comm.size == 1:
             return F.embedding(input, self.weight, self.padding_idx)
         [(start, stop)] = how.split.pieces[how.comm.rank] or ((0, 0),)
-        if start == stop:  # zeros, with a way for the gradient
-            out = self.weight.new_zeros((*input.shape, 0)) @ self.weight
-        else:
-            elsewhere = (input < start) | (input >= stop)
-            local = (input - start).masked_fill(elsewhere, 0)
-            has_padding = self.padding_idx is not None and start <= self.padding_idx < stop
-            padding = self.padding_idx - start if has_padding and self.padding_idx is not None else None
-            out = F.embedding(local, self.weight, padding).masked_fill(elsewhere[..., None], 0.0)
+        out = shard_of_rows(input, self.weight, start, stop, self.padding_idx)
         return converted(out, Layout("partial"), how.output, how.comm)
 
 

@@ -221,6 +221,8 @@ def vocabulary(rank: int, size: int, cases: list[tuple[int, int, float, int]]) -
             layer = tp.VocabParallelEmbedding(v, 4, seed % v, sequence, dtype=F64)
             assert torch.equal(layer.weight, mine.take(reference.weight, 0, rank))
             x = layer(ids)
+            layer.sequence_dim = -2  # counted from the end of the ids, not of their embeddings
+            assert torch.equal(layer(ids), x)
             close(x, even(n, size).take(want_x, 0, rank) if sequence else want_x, what)
             logits = tp.parallel_lm_logits(x, layer.weight, sequence_parallel=sequence)  # tied
             got = {
@@ -265,6 +267,11 @@ def losses(rank: int, size: int) -> None:
     close(leaf.grad, part.take(reference.grad, 1, rank), "-inf and large logits: gradient")
     nothing = tp.vocab_parallel_cross_entropy(leaf, torch.full((5,), -100))
     assert nothing.isnan() == F.cross_entropy(whole, torch.full((5,), -100)).isnan()
+    kept = torch.tensor([6, 1, 0, 2, 3])
+    for of in (torch.int8, torch.uint8, torch.int32, torch.int64):  # torch's takes the last only
+        again = part.take(whole, 1, rank).clone().requires_grad_()
+        tp.vocab_parallel_cross_entropy(again, kept.to(of), ignore_index=2).backward()
+        assert again.grad is not None and torch.equal(again.grad, leaf.grad)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         low = seeded(4, 5, v).to(dtype)
         mine = part.take(low, 1, rank).clone().requires_grad_()
@@ -390,6 +397,9 @@ def the_rest(rank: int, size: int) -> None:
             up(torch.ones(2, 8))
     up.sequence_dim = -2
     assert up(torch.ones(2, 8)).shape == (4, 3)
+    embedding = tp.VocabParallelEmbedding(5, 2, sequence_parallel=True, sequence_dim=2)
+    with pytest.raises(ValueError, match=r"sequence_dim 2 is no dimension of ids of shape \(1, 2\)"):
+        embedding(torch.tensor([[0, 1]]))
     embedding = tp.VocabParallelEmbedding(5, 2)
     for ids, bad in (([[0, 5]], 5), ([[-1, 0]], -1)):
         with pytest.raises(IndexError, match=re.escape(f"id {bad} at position (0, {1 if bad == 5 else 0})")):
@@ -406,6 +416,8 @@ def the_rest(rank: int, size: int) -> None:
         tp.RowParallelLinear(4, 4, input_is_parallel=False, sequence_parallel=True)
     with pytest.raises(ValueError, match="several of the 2 ranks"):
         tp.FusedColumnParallelLinear.for_attention(4, 2, 1, 2, gather_output=True)
+    with pytest.raises(ValueError, match=r"for_attention\(4, 3, 2, 1\) over 2 ranks: 3 query heads cannot"):
+        tp.FusedColumnParallelLinear.for_attention(4, 3, 2, 1)
     with pytest.raises(ValueError, match="6 features over 2 ranks; got a split of 4 over 2"):
         tp.ColumnParallelLinear(4, 6, split=heads(4, 2, 2)[0])
     # one rank alone is wrong: the others are told

@@ -159,6 +159,7 @@ def refusals(rank: int, size: int) -> None:
         ({**right, "norm": ColwiseParallel()}, TypeError, "norm: ColwiseParallel cuts nn.Linear.*LayerNorm"),
         ({**right, "blocks.*.ln_1": [SequenceParallel(), SequenceParallel()]}, ValueError, "two styles"),
         ({**right, "blocks.0": SequenceParallel()}, TypeError, "parameters of its own only"),
+        ({**right, "blocks.*.down": RowwiseParallel(output_layouts=Partial())}, ValueError, "got Partial"),
         ({**right, "blocks.*.attn": LocalAttributes(sizes=lambda n, r: 1)}, ValueError, "no attribute"),
         ({"head": "colwise"}, TypeError, "must have a style of pycomm"),
         (None, TypeError, "parallelize_plan must be a style"),
@@ -183,6 +184,11 @@ def refusals(rank: int, size: int) -> None:
     for option in ({"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}):
         with pytest.raises(ValueError, match="cannot be cut"):
             parallelize_module(nn.Embedding(4, 4, **option), comm, RowwiseParallel())
+    for norm in (nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4)):
+        with pytest.raises(TypeError, match="takes its statistics over positions"):
+            parallelize_module(norm, comm, SequenceParallel())
+    with pytest.raises(TypeError, match="mask of a AlphaDropout would depend on the number of ranks"):
+        parallelize_module(nn.AlphaDropout(0.5), comm, SequenceParallel())
     parallelize_module(model, comm, right)
     with pytest.raises(ValueError, match="parallel already"):
         parallelize_module(model, comm, right)

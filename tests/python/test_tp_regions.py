@@ -198,6 +198,13 @@ def wrong(rank: int, size: int) -> None:
         tp.scatter_to_tensor_model_parallel_region(x, dim=0, split=even(5, 2))
     with pytest.raises(ValueError, match=r"rank . of 2 must give 2 of the 4 elements"):
         tp.gather_from_tensor_model_parallel_region(torch.zeros(3, 2), dim=0, split=even(4, 2))
+    # One rank alone is wrong: the other is told, and does not wait for it.
+    kind = ValueError if rank == 0 else pycomm.CommError
+    with pytest.raises(kind, match="rank 0 of 2 must give 2 of the 4 elements"):
+        tp.gather_from_tensor_model_parallel_region(torch.zeros(3 - rank, 2), dim=0, split=even(4, 2))
+    for function in (tp.gather_from_sequence_parallel_region, tp.reduce_scatter_to_sequence_parallel_region):
+        with pytest.raises(kind, match="no dimension 3"):
+            function(x, dim=3 if rank == 0 else 0)
     with pytest.raises(TypeError, match=r"must be a pycomm\.Communicator, a torch process group.*got str"):
         tp.copy_to_tensor_model_parallel_region(x, "tp")
     with pytest.raises(RuntimeError, match="call initialize_model_parallel"):
