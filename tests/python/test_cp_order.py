@@ -117,6 +117,8 @@ def refusals(rank: int, size: int) -> None:
         (lambda f: f(q, kv[:, :, :0], kv[:, :, :0], group=comm), ValueError, "nothing to attend to"),
         # Arguments that differ between ranks: the same error on every rank.
         (lambda f: f(q, kv, kv, is_causal=rank == 0, group=comm), ValueError, "is_causal must be the same"),
+        (lambda f: f(q, kv, kv, scale=[0.5, None][rank], group=comm), ValueError,
+         r"scale must be the same on all ranks, rank 0 has 0\.5, rank 1 0\.353"),
         (lambda f: f(*(t.to([torch.float32, torch.float64][rank]) for t in (q, kv, kv)), group=comm),
          ValueError, "dtype must be the same.*float32.*float64"),
         (lambda f: f(*(t[:, :, : 3 - 2 * rank] for t in (q, kv, kv)), is_causal=True, group=comm),

@@ -190,6 +190,37 @@ def test_faults_are_found_and_named(degree: int) -> None:
     assert all(text == said[0] for text in said) and "of 27 gradients" in said[0][0]  # all ranks say the same
 
 
+class Attention(nn.Module):
+    """A bias of the keys shifts all scores of a query alike: its gradient is zero, but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.out(mixed).square().sum()
+
+
+def gradients_that_are_zero(rank: int, size: int) -> None:
+    comm = pycomm.init()
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    cut: dict[str, Any] = {name: ColwiseParallel() for name in ("q", "k", "v")}
+    assert check_parallel(Attention, {**cut, "out": RowwiseParallel()}, x, mesh=comm).n_parameters == 8
+    # A batch of any dtype is compared.
+    low = {"dtype": torch.bfloat16, "rtol": 0.1}
+    check_parallel(Attention, {"out": RowwiseParallel(input_layouts=Replicate())}, x, mesh=comm, **low)
+    # A loss that one rank alone has not: the other is told.
+    with pytest.raises(TypeError if rank == 0 else pycomm.CommError, match="must be a tensor of one element"):
+        check_parallel(Attention, {}, x, mesh=comm, loss_fn=lambda out, batch: out if rank else None)
+
+
+@pytest.mark.timeout(60)
+def test_gradients_that_are_zero_by_mathematics() -> None:
+    run_ranks(2, gradients_that_are_zero)
+
+
 def alone(rank: int, size: int) -> str:
     return str(check_parallel(Decoder, plan(), ids(), mesh=pycomm.init(), loss_fn=loss_fn))
 

@@ -1,12 +1,13 @@
 """What context-parallel attention demands of its arguments, on this rank and across the ranks.
 
 A wrong argument of one rank is told to all of them (they would wait for it otherwise); ranks whose arguments
-do not belong together get the same ValueError on every rank. Cost: one all_gather of 10 integers a call,
+do not belong together get the same ValueError on every rank. Cost: one all_gather of 11 integers a call,
 through shared memory a microsecond.
 """
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import torch
@@ -34,7 +35,18 @@ _SAME = (
     "dtype",
     "is_causal",
     "order",
+    "scale",
 )
+
+
+def _bits(scale: float) -> int:
+    """A float64 as an int64, to travel with the other numbers."""
+    return int.from_bytes(struct.pack("<d", scale), "little", signed=True)
+
+
+def _scale_of(bits: int) -> float:
+    scale: float = struct.unpack("<d", bits.to_bytes(8, "little", signed=True))[0]
+    return scale
 
 
 class Agreed:
@@ -101,9 +113,10 @@ def agree(
     with comm._refusing:
         _check(name, q, k, v, causal, scale)
         order = check_order(name, order)
+    scale = float(q.shape[3] ** -0.5 if scale is None else scale)
     mine = [
         q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], _FLOATS.index(q.dtype), int(causal),
-        ORDERS.index(order), q.shape[2], k.shape[2],
+        ORDERS.index(order), _bits(scale), q.shape[2], k.shape[2],
     ]  # fmt: skip
     rows = [mine]
     if comm.size > 1:
@@ -115,6 +128,8 @@ def agree(
             if row[i] != rows[0][i]:
                 meaning: tuple[Any, ...] = {"dtype": _FLOATS, "order": ORDERS}.get(what, ())
                 values = [meaning[x] if meaning else x for x in (rows[0][i], row[i])]
+                if what == "scale":
+                    values = [_scale_of(x) for x in values]
                 raise ValueError(
                     f"{name}: {what} must be the same on all ranks, rank 0 has {values[0]}, "
                     f"rank {rank} {values[1]}"
@@ -125,4 +140,4 @@ def agree(
     if sum(key_sizes) == 0 and sum(query_sizes) > 0:
         raise ValueError(f"{name}: no rank has a key, so there is nothing to attend to")
     assert not causal or query_sizes == shard_sizes(sum(query_sizes), comm.size, order)
-    return Agreed(query_sizes, key_sizes, order, q.shape[3] ** -0.5 if scale is None else float(scale))
+    return Agreed(query_sizes, key_sizes, order, scale)
