@@ -44,6 +44,14 @@ class Backend:
             raise RuntimeError(f"No backend type associated with device type {kind}: pycomm has cpu only")
         return self
 
+    def _get_sequence_number_for_group(self) -> int:
+        """For torch: how many collectives the group has made."""
+        n: int = self._maker.n_made
+        return n
+
+    def _set_sequence_number_for_group(self) -> None:
+        """For torch: it is 0."""
+
     # ---- memory -----------------------------------------------------------------------------------------
 
     def supports_tensor_alloc(self, device: Any) -> bool:

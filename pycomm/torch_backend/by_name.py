@@ -1,7 +1,8 @@
 """torch's functions that ask for the backend's name or class, and would leave pycomm's groups out.
 
 ``monitored_barrier`` refuses every backend but gloo, ``_set_pg_timeout`` (torchtitan calls it) knows gloo and
-NCCL. In their place pycomm puts functions that serve pycomm's groups and hand all others on.
+NCCL, ``split_group`` wants an accelerator. In their place pycomm puts functions that serve pycomm's groups and
+hand all others on.
 """
 
 from __future__ import annotations
@@ -14,21 +15,34 @@ from typing import Any
 __all__ = ["serve_in"]
 
 
-def _serve(c10d: ModuleType, package: ModuleType | None, name: str, ours: Callable[..., None]) -> None:
-    """Has ``ours(group, *arguments)`` called for pycomm's groups; ``group`` is one of torch's arguments."""
+def _serve(
+    c10d: ModuleType,
+    package: ModuleType | None,
+    name: str,
+    ours: Callable[..., Any],
+    place: int = 0,
+    word: str = "group",
+) -> None:
+    """Has ``ours(group, *arguments)`` called for pycomm's groups.
+
+    Args:
+        c10d, package: torch's module and package.
+        name: of torch's function.
+        ours: in its place.
+        place, word: of the group among its arguments, and its name.
+    """
     theirs: Callable[..., Any] | None = getattr(c10d, name, None)
     if theirs is None:  # another torch
         return
-    place = 1 if name == "_set_pg_timeout" else 0  # among the positional arguments
 
     @functools.wraps(theirs)
     def either(*arguments: Any, **named: Any) -> Any:
-        group = arguments[place] if len(arguments) > place else named.get("group")
+        group = arguments[place] if len(arguments) > place else named.get(word)
         used = c10d.GroupMember.WORLD if group is None else group
         if getattr(used, "_is_pycomms", False):
             c10d.get_backend(used)  # raises torch's error for a group that was destroyed
             rest = [a for i, a in enumerate(arguments) if i != place]
-            named.pop("group", None)
+            named.pop(word, None)
             return ours(used, *rest, **named)
         return theirs(*arguments, **named)
 
@@ -44,4 +58,11 @@ def serve_in(c10d: ModuleType, package: ModuleType | None) -> None:
         group.monitored_barrier(timeout, wait_all_ranks)
 
     _serve(c10d, package, "monitored_barrier", monitored_barrier)
-    _serve(c10d, package, "_set_pg_timeout", lambda group, timeout: group.set_timeout(timeout))
+    _serve(c10d, package, "_set_pg_timeout", lambda group, timeout: group.set_timeout(timeout), place=1)
+
+    def split(group: Any, *arguments: Any, **named: Any) -> Any:
+        from pycomm.torch_backend.split import split_group
+
+        return split_group(group, *arguments, **named)
+
+    _serve(c10d, package, "split_group", split, word="parent_pg")

@@ -24,7 +24,9 @@ def keep_works() -> None:
     from torch._C import _distributed_c10d as bindings
 
     reducers: Any = bindings.Reducer
-    theirs = reducers._set_forward_pass_work_handle
+    theirs = getattr(reducers, "_set_forward_pass_work_handle", None)
+    if theirs is None:  # another torch
+        return
 
     @functools.wraps(theirs)
     def set_forward_pass_work_handle(reducer: Any, work: Any, use_static_world_size: bool) -> None:

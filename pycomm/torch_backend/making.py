@@ -47,6 +47,7 @@ class Maker:
     def __init__(self, group: Any, comm: Communicator, store: Any) -> None:
         self._comm = comm
         self._store = store
+        self.n_made = 0  # collectives
         self._recorder = Recorder(group)
         self._told: dict[str, str] = {}  # of an error's text: what was added to it
 
@@ -77,6 +78,7 @@ class Maker:
             finish: what is left to do with the outputs after the calls.
         """
         is_async, timeout = getattr(options, "asyncOp", True), _limit(options)
+        self.n_made += 1
         entry = self._begin(name, given, outputs)
         try:
             if is_async or is_recording():

@@ -142,8 +142,25 @@ def groups(rank: int, size: int) -> None:
             assert x.item() == size * i
         thread.join()
         assert results == [size * float(i) for i in range(50)]
-        with pytest.raises((RuntimeError, ValueError)):  # torch asks for a bound accelerator, of gloo as well
-            dist.split_group(split_ranks=[[0, 1], [2, 3]])
+        half = dist.split_group(split_ranks=[[3, 1], [0, 2]], group_desc="half")
+        assert half.group_desc == "half" and dist.get_process_group_ranks(half) == (
+            [1, 3] if rank % 2 else [0, 2]
+        )
+        before = half._get_sequence_number_for_group()
+        t = torch.tensor([float(rank)])
+        dist.all_reduce(t, group=half)
+        assert t.item() == (4.0 if rank % 2 else 2.0)
+        assert half._get_sequence_number_for_group() == before + 1
+        alone = dist.split_group(half, [[1]])  # ranks are the parent's: 2 and 3 of the world
+        assert (alone is None) == (rank < 2)
+        assert alone is None or dist.get_process_group_ranks(alone) == [rank]
+        for lists, said in (
+            ([], "None or empty"),
+            ([[0], [0]], "one group at most"),
+            ([[9]], "4 ranks, got rank 9"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                dist.split_group(split_ranks=lists)
     assert not dist.is_initialized()
     with world(rank, size, name="again"):  # and once more, on a new store
         t = torch.ones(2)
