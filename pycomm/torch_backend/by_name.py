@@ -1,8 +1,8 @@
 """torch's functions that ask for the backend's name or class, and would leave pycomm's groups out.
 
 ``monitored_barrier`` refuses every backend but gloo, ``_set_pg_timeout`` (torchtitan calls it) knows gloo and
-NCCL, ``split_group`` wants an accelerator. In their place pycomm puts functions that serve pycomm's groups and
-hand all others on.
+NCCL, ``split_group`` wants an accelerator. In their place pycomm puts functions that serve pycomm's groups
+and hand all others on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torch.distributed.split_group for pycomm's groups: torch's own wants one that is bound to an accelerator."""
+"""torch.distributed.split_group for pycomm's groups: torch's own wants one bound to an accelerator."""
 
 from __future__ import annotations
 
