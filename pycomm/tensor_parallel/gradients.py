@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.communicator import Communicator
 from pycomm.tensor_parallel.group import Group, communicator_of
-from pycomm.tensor_parallel.parameters import ParameterShard, shard_index
+from pycomm.tensor_parallel.parameters import ParameterShard, check_notes, shard_index
 
 __all__ = ["GradScaler", "clip_grad_norm_", "count_parameters", "has_overflow"]
 
@@ -124,6 +124,8 @@ def clip_grad_norm_(
     p = float(norm_type)
     if not p > 0.0:
         raise ValueError(f"clip_grad_norm_: norm_type must be above 0, got {norm_type!r}")
+    if isinstance(parameters, nn.Module):
+        check_notes("clip_grad_norm_", parameters)
     given = _unique(parameters)
     index = shard_index()
     skipped = {id(parameter) for parameter in counted_elsewhere}
@@ -244,6 +246,7 @@ def count_parameters(module: nn.Module, *, trainable_only: bool = False) -> int:
         >>> count_parameters(ColumnParallelLinear(3, 5))
         20
     """
+    check_notes("count_parameters", module)
     index = shard_index()
     total = 0
     for parameter in module.parameters():

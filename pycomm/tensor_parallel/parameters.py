@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pycomm.communicator import Communicator
 from pycomm.tensor_parallel.shards import Split
 
-__all__ = ["ParameterShard", "fill", "mark_sharded", "named_shards", "shard_index"]
+__all__ = ["ParameterShard", "check_notes", "fill", "mark_sharded", "named_shards", "shard_index"]
 
 _ATTRIBUTE = "_pycomm_shards"
 
@@ -115,6 +115,28 @@ def named_shards(module: nn.Module) -> Iterator[tuple[str, ParameterShard]]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if (shard := index.get(id(parameter))) is not None:
             yield name, shard
+
+
+def check_notes(who: str, module: nn.Module) -> None:
+    """Whether what is noted below ``module`` is still so.
+
+    Raises:
+        ValueError: a sharded parameter is another one since: it would be taken for a whole.
+    """
+    for where, each in module.named_modules():
+        notes: _Notes | None = each.__dict__.get(_ATTRIBUTE)
+        for name, shard in {} if notes is None else notes.by_name.items():
+            parameter = each._parameters.get(name)
+            is_parametrized = parameter is None and name not in each._parameters
+            want = shard.split.lengths[shard.comm.rank]
+            if is_parametrized or (parameter is not None and parameter.shape[shard.dim] != want):
+                now = "parametrized" if parameter is None else f"of the shape {tuple(parameter.shape)}"
+                raise ValueError(
+                    f"{who}: {where or 'the module'} ({type(each).__name__}) has dimension {shard.dim} of "
+                    f"its {name!r} cut over {shard.comm.size} ranks, of which this one has {want} elements; "
+                    f"but it is {now} since. Undo that (parametrize.remove_parametrizations), or call "
+                    "mark_sharded"
+                )
 
 
 def shard_index() -> dict[int, ParameterShard]:

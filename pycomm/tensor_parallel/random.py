@@ -43,6 +43,14 @@ def _draw() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
+def _generators() -> list[torch.Generator]:
+    """Those that torch's random functions use by default: the CPU's, and the current CUDA device's if any."""
+    cuda: Any = torch.cuda
+    if not cuda.is_initialized():
+        return [torch.default_generator]
+    return [torch.default_generator, cuda.default_generators[cuda.current_device()]]
+
+
 class RngTracker:
     """Named streams of random numbers, each a seed; see :func:`get_rng_tracker`."""
 
@@ -77,10 +85,10 @@ class RngTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Inside, torch's CPU random functions draw from the named stream.
+        """Inside, torch's random functions draw from the named stream; on CUDA, those of the current device.
 
-        Outside, one number has been drawn, whatever happens inside; so ranks stay alike, each fork differs
-        from the one before, and a recomputed one repeats.
+        Outside, one number has been drawn from the CPU's generator, whatever happens inside; so ranks stay
+        alike, each fork differs from the one before, and a recomputed one repeats.
 
         Raises:
             ValueError: there is no such stream.
@@ -95,13 +103,15 @@ class RngTracker:
             known = ", ".join(map(repr, self._seeds)) or "none: call model_parallel_manual_seed"
             raise ValueError(f"RngTracker.fork: no stream {name!r}; there are {known}")
         text = f"{_draw()} {name} {self._seeds[name]}"
-        generator = torch.default_generator
-        outside = generator.get_state()
-        generator.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        outside = [(generator, generator.get_state()) for generator in _generators()]
         try:
+            for generator, _ in outside:
+                generator.manual_seed(seed)
             yield
         finally:
-            generator.set_state(outside)
+            for generator, state in outside:
+                generator.set_state(state)
 
 
 _tracker = RngTracker()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycomm.tensor_parallel.parameters import ParameterShard, named_shards, shard_index
+from pycomm.tensor_parallel.parameters import ParameterShard, check_notes, named_shards, shard_index
 from pycomm.tensor_parallel.whole import WholeTensor, is_dtensor, undistributed
 
 __all__ = [
@@ -71,6 +71,7 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> State:
         >>> full_state_dict(ColumnParallelLinear(3, 5))["weight"].shape
         torch.Size([5, 3])
     """
+    check_notes("full_state_dict", module)
     index = shard_index()
     found: State = {}
     is_first = True
@@ -126,6 +127,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict:
         >>> load_full_state_dict(ColumnParallelLinear(3, 5), nn.Linear(3, 5).state_dict())
         <All keys matched successfully>
     """
+    check_notes("load_full_state_dict", module)
     index = shard_index()
     own = module.state_dict(keep_vars=True)
     local = {
@@ -150,6 +152,7 @@ def sharded_state_dict(module: nn.Module) -> State:
         >>> sharded_state_dict(ColumnParallelLinear(3, 5))["weight"].shape
         torch.Size([5, 3])
     """
+    check_notes("sharded_state_dict", module)
     index = shard_index()
     found: State = {}
     for name, value in module.state_dict(keep_vars=True).items():

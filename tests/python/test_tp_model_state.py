@@ -250,6 +250,15 @@ def meta(rank: int, size: int) -> None:
     weight = weakref.ref(tp.ColumnParallelLinear(2, 3).weight)
     assert weight() is None  # its memory is given back with the layer
     gc.enable()
+    # What is no longer the noted shard is not taken for a whole.
+    layer = tp.ColumnParallelLinear(2, 3 * size)
+    normed = torch.nn.utils.parametrizations.weight_norm(copy.deepcopy(layer))
+    layer.weight = nn.Parameter(torch.zeros(4, 2))
+    for function in (tp.full_state_dict, tp.sharded_state_dict, tp.count_parameters):
+        with pytest.raises(ValueError, match=rf"'weight' cut over {size} ranks, .* but it is parametrized"):
+            function(normed)
+        with pytest.raises(ValueError, match=r"this one has 3 elements; but it is of the shape \(4, 2\)"):
+            function(layer)
 
     class Bare(nn.Module):
         def __init__(self) -> None:

@@ -71,6 +71,15 @@ def test_a_mask_is_as_random_as_it_should_be() -> None:
 CUTS = (((5, 3, 2), 0), ((3, 7), 1), ((2, 2, 5), -1))
 
 
+class Inside(torch.nn.Module):
+    """An unmodified module with a dropout of its own, as an attention has."""
+
+    p = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x, self.p, self.training)
+
+
 def masks(rank: int, size: int) -> list[torch.Tensor]:
     """For each of CUTS two masks of this rank's part; then what all ranks must have alike."""
     tp.model_parallel_manual_seed(11)
@@ -89,9 +98,13 @@ def masks(rank: int, size: int) -> list[torch.Tensor]:
         own = torch.rand(3)
     with tp.get_rng_tracker().fork():
         assert not torch.equal(torch.rand(3), own)
-    everyones = torch.empty(size, 3)
-    tp.communicator_of().all_gather(everyones, own)
-    assert len({tuple(row) for row in everyones.tolist()}) == size
+    inside = tp.parallelize_module(Inside(), None, tp.ForkRandom(lambda module: module.p))
+    dropped = inside(torch.ones(40))
+    assert not torch.equal(inside(torch.ones(40)), dropped)
+    for mine in (own, dropped):  # differ between ranks
+        everyones = torch.empty(size, *mine.shape)
+        tp.communicator_of().all_gather(everyones, mine)
+        assert len({tuple(row) for row in everyones.tolist()}) == size
     return [*found, tp.dropout(torch.ones(4, 5), 0.4), torch.rand(2)]
 
 
