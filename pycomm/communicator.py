@@ -254,13 +254,14 @@ class Communicator(Collectives, PointToPoint):
 @atexit.register
 def _close_all() -> None:
     # Progress threads must be gone before the interpreter's memory is.
-    last_words: BaseException | None = getattr(sys, "last_value", None)
+    error: BaseException | None = getattr(sys, "last_value", None)
+    last_words = "" if error is None else f"the program ended with {type(error).__name__}: {error}"
     for comm in list(_open):
-        if last_words is not None and comm._works.pending():
+        if last_words and comm._works.pending():
             # Nobody will read the results, and the peers of these calls may themselves wait for this rank.
-            comm.abort(f"the program ended with {type(last_words).__name__}: {last_words}")
+            comm.abort(last_words)
         try:
-            comm._c.close(_AT_EXIT_S)
+            comm._c.close(_AT_EXIT_S, last_words)  # peers that still need this rank are told why it is gone
         except CommError:
             comm.abort("the interpreter ends")
     _completer.stop()

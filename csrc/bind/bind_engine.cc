@@ -263,11 +263,11 @@ void bind_engine(py::module_& m) {
            })
       .def(
           "close",
-          [](PyCommunicator& c, double limit_s) {
+          [](PyCommunicator& c, double limit_s, const std::string& why) {
             GilHooks hooks;
-            raise_after(hooks, c.comm->close(&hooks, limit_s));
+            raise_after(hooks, c.comm->close(&hooks, limit_s, why));
           },
-          py::arg("limit_s") = INFINITY);
+          py::arg("limit_s") = INFINITY, py::arg("why") = "");
   add_fast_calls(m);
   add_tally(m);
 }

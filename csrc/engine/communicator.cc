@@ -304,7 +304,7 @@ void Communicator::abort(const std::string& why) {
   p2p_->stop();
 }
 
-Status Communicator::close(CallerHooks* hooks, double limit_s) {
+Status Communicator::close(CallerHooks* hooks, double limit_s, const std::string& why) {
   if (closed_.exchange(true)) return Status();
   if (group_->node()->forked()) {
     // The thread does not exist in this process, and its handle may meanwhile be that of another one.
@@ -332,7 +332,7 @@ Status Communicator::close(CallerHooks* hooks, double limit_s) {
   lock.unlock();
   if (thread_.joinable()) thread_.join();
   p2p_->stop();
-  group_->leave();
+  group_->leave(why);
   return s;
 }
 

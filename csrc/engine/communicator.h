@@ -67,10 +67,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status split(int64_t color, int64_t key, int64_t plan, CallerHooks* hooks,
                std::shared_ptr<Communicator>* out);
   void abort(const std::string& why);
-  // Waits for what runs and what is queued (bounded by the timeout), then leaves. Idempotent. kInterrupt:
-  // Ctrl-C came; the communicator was aborted, and is closed all the same. What has not ended after limit_s
-  // is aborted, too.
-  Status close(CallerHooks* hooks, double limit_s = INFINITY);
+  // Waits for what runs and what is queued (bounded by the timeout), then leaves; `why` is for peers that
+  // still wait for this rank. Idempotent. kInterrupt: Ctrl-C came; the communicator was aborted, and is
+  // closed all the same. What has not ended after limit_s is aborted, too.
+  Status close(CallerHooks* hooks, double limit_s = INFINITY, const std::string& why = "");
   // Fails when closed, failed, or inherited by a forked child.
   Status check_usable() const;
   bool closed() const { return closed_.load(std::memory_order_acquire); }

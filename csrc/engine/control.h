@@ -5,8 +5,8 @@
 // line that holds position and signature hash in one word (so agreement costs nothing extra), the signature,
 // and either up to 32 bytes of data or the addresses of the tensors. The slot's *stage* follows the head:
 // small data beside their flag. `progress` counts posts (engine/plan.h) since the communicator was made.
-// `state` tells whether the rank has left or failed, and `failure` what it saw. A refused call leaves its
-// reason in the stage.
+// `state` tells whether the rank has left or failed, and `failure` what it saw, or why it left. A refused
+// call leaves its reason in the stage.
 //
 // A slot may be written again once all peers have entered a later position than the one after which they are
 // done with it (Engine::slot_free_).

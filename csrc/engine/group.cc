@@ -39,7 +39,7 @@ Group::Group(std::shared_ptr<Node> node, std::vector<int> node_ranks, int rank, 
 
 Group::~Group() {
   if (node_ == nullptr || node_->forked()) return;
-  leave();
+  leave("");
   // Our block and pipes stay until every peer has let go of them: it may still look at our flags.
   // The node's first block stays for ever: 0 is also how a control block says "no pipes".
   if (control_offset_ == 0) return;
@@ -50,10 +50,19 @@ Group::~Group() {
   }
 }
 
-void Group::leave() {
+void Group::leave(const std::string& why) {
   if (node_->forked()) return;  // the block is the parent's
-  uint64_t active = static_cast<uint64_t>(RankState::kActive);
-  own().state.word.compare_exchange_strong(active, static_cast<uint64_t>(RankState::kLeft));
+  std::lock_guard lock(failure_mutex_);
+  if (own().state.word.load(std::memory_order_relaxed) != static_cast<uint64_t>(RankState::kActive)) return;
+  tell(0, why);
+  own().state.word.store(static_cast<uint64_t>(RankState::kLeft), std::memory_order_release);
+}
+
+void Group::tell(char code, const std::string& text) {
+  own().failure[0] = code;
+  const size_t n = utf8_prefix(text, sizeof(own().failure) - 2);
+  std::memcpy(own().failure + 1, text.data(), n);
+  own().failure[1 + n] = 0;
 }
 
 void Group::fail(const Status& status) {
@@ -62,11 +71,9 @@ void Group::fail(const Status& status) {
   failure_ = status.clone();
   failed_.store(true, std::memory_order_release);
   if (node_->forked()) return;
-  const std::string& text = status.message();
-  own().failure[0] = static_cast<char>(status.code());
-  const size_t n = utf8_prefix(text, sizeof(own().failure) - 2);
-  std::memcpy(own().failure + 1, text.data(), n);
-  own().failure[1 + n] = 0;
+  // A peer may be reading why this rank left; nobody waits for it any more.
+  if (own().state.word.load(std::memory_order_relaxed) == static_cast<uint64_t>(RankState::kLeft)) return;
+  tell(static_cast<char>(status.code()), status.message());
   own().state.word.store(static_cast<uint64_t>(RankState::kFailed), std::memory_order_release);
 }
 
@@ -102,9 +109,13 @@ Status Group::trouble(int peer, const std::string& here, const std::string& prog
   }
   const char* how = peer == rank() ? nullptr : gone(peer);
   if (how == nullptr) return Status();
-  return Status::error(Code::kPeerLost,
-                       format("%s: %s %s; its last collective was %s%s", here.c_str(), describe(peer).c_str(),
-                              how, last_call(peer).c_str(), progress.c_str()));
+  const bool left =
+      control(peer).state.word.load(std::memory_order_acquire) == static_cast<uint64_t>(RankState::kLeft);
+  const std::string why =
+      left && control(peer).failure[1] != 0 ? format(": %s", control(peer).failure + 1) : "";
+  return Status::error(Code::kPeerLost, format("%s: %s %s%s; its last collective was %s%s", here.c_str(),
+                                               describe(peer).c_str(), how, why.c_str(),
+                                               last_call(peer).c_str(), progress.c_str()));
 }
 
 std::string Group::describe(int q) const {

@@ -47,8 +47,8 @@ class Group {
   double timeout_s() const { return timeout_s_; }
   void set_timeout_s(double s) { timeout_s_ = s; }
 
-  // Marks this rank as gone: peers that still need it get PeerLostError.
-  void leave();
+  // Marks this rank as gone: peers that still need it get PeerLostError, with `why` where it says something.
+  void leave(const std::string& why);
   void abort(const std::string& why);
   // Records the first failure and shows it to the peers.
   void fail(const Status& status);
@@ -65,7 +65,8 @@ class Group {
   std::string last_call(int q) const;
 
  private:
-  const char* gone(int q) const;  // how, null while it is there
+  const char* gone(int q) const;                  // how, null while it is there
+  void tell(char code, const std::string& text);  // into `failure`, for the peers
 
   uint64_t control_offset_ = 0;
 

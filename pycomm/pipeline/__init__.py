@@ -12,14 +12,45 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pycomm.pipeline.layers import LayerSpec as LayerSpec
-    from pycomm.pipeline.layers import Plan as Plan
-    from pycomm.pipeline.layers import TiedLayerSpec as TiedLayerSpec
-    from pycomm.pipeline.layers import plan as plan
-    from pycomm.pipeline.schedules import *  # noqa: F403
-    from pycomm.pipeline.skips import pop as pop
-    from pycomm.pipeline.skips import stash as stash
-    from pycomm.pipeline.stage import PipelineStage as PipelineStage
+    from pycomm.pipeline.layers import LayerSpec, Plan, TiedLayerSpec, plan
+    from pycomm.pipeline.schedules import (
+        PipelineSchedule,
+        Schedule1F1B,
+        ScheduleDualPipeV,
+        ScheduleEager1F1B,
+        ScheduleGPipe,
+        ScheduleInterleaved1F1B,
+        ScheduleInterleavedZeroBubble,
+        ScheduleLoopedBFS,
+        ScheduleZBVZeroBubble,
+        ScheduleZeroBubbleH1,
+        ScheduleZeroBubbleH2,
+        get_schedule_class,
+    )
+    from pycomm.pipeline.skips import pop, stash
+    from pycomm.pipeline.stage import PipelineStage
+
+__all__ = [
+    "LayerSpec",
+    "Plan",
+    "PipelineSchedule",
+    "PipelineStage",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleEager1F1B",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
+    "ScheduleZeroBubbleH1",
+    "ScheduleZeroBubbleH2",
+    "TiedLayerSpec",
+    "get_schedule_class",
+    "plan",
+    "pop",
+    "stash",
+]
 
 # torch is imported with the first name that needs it: the command line has schedules without it.
 _LATER = {
@@ -41,3 +72,7 @@ def __getattr__(name: str) -> Any:
         return getattr(module, name)
     except AttributeError:
         raise AttributeError(f"module 'pycomm.pipeline' has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -67,7 +67,7 @@ class Expected:
             return self._take()
         except CommError as error:
             where = f"stage {self._channel.stage} waited for {self._channel} from rank {self._src}"
-            raise type(error)(f"{where}: {error}") from error
+            raise type(error)(f"{where}: {error}") from None  # which has its whole text
 
     def _take(self) -> tuple[Any, list[Spec]]:
         self._works[0].wait()

@@ -226,7 +226,8 @@ class PipelineSchedule:
     def _loss_of(self, target: Any) -> Callable[[Any, int], Tensor]:
         if self._loss_fn is None:
             raise ValueError(
-                f"{self._order.name}: rank {self._comm.rank} has the last stage and needs a loss_fn to train"
+                f"{self._order.name}: rank {self._comm.rank} has the last stage and needs a loss_fn to "
+                f"train: give {type(self).__name__} one, or call eval for outputs alone"
             )
         loss_fn, n = self._loss_fn, self._n_microbatches
         targets = [row[0][0] for row in microbatches.split((target,), {}, n)]

@@ -115,6 +115,18 @@ def matches(name: str, key: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
+def _foreign(value: Any) -> str:
+    """What a plan has in place of a style, for an error message."""
+    for item in value if isinstance(value, (list, tuple)) else [value]:
+        kind = type(item)
+        if kind.__module__.startswith("torch.distributed.tensor.parallel"):
+            return (
+                f"{kind.__name__}, which is a style of torch's: import that of pycomm.tensor_parallel, "
+                "which has the same names"
+            )
+    return arguments.short(value)
+
+
 Found = dict[str, tuple[str, list[ParallelStyle]]]
 
 
@@ -135,7 +147,7 @@ def _resolve(module: nn.Module, plan: Any) -> Found:
         if not isinstance(styles, (list, tuple)) or not all(isinstance(s, ParallelStyle) for s in styles):
             raise TypeError(
                 f"parallelize_module: the plan's {key!r} must have a style of pycomm.tensor_parallel, or a "
-                f"list of them, got {arguments.short(value)} of {type(value).__module__}"
+                f"list of them, got {_foreign(value)}"
             )
         hits = [name for name in names if matches(name, key)]
         if not hits:

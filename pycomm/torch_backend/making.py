@@ -100,7 +100,7 @@ class Maker:
         if entry is not None:
             entry.ended_with = type(error)
         if isinstance(error, CommError):
-            raise self.explained(error) from error
+            raise self.explained(error) from None  # the same, in torch's family
 
     @contextlib.contextmanager
     def noting(self, name: str, tensors: list[Tensor]) -> Iterator[None]:

@@ -94,7 +94,7 @@ class Pending(dist.Work):
             for work in self._works:
                 work.wait(limit)
         except CommError as error:
-            raise self._explained(error) from error
+            raise self._explained(error) from None
         if self._event is not None:
             self._event.wait()
         if self._finish is not None:

@@ -94,3 +94,12 @@ def test_a_bad_argument_exits_with_2(arguments: tuple[str, ...], said: str) -> N
     result = run(*arguments)
     assert result.exit_code == 2
     assert said in result.stderr
+
+
+def test_the_package_names_what_it_has_before_it_imports_it():
+    from pycomm import pipeline
+    from pycomm.pipeline import schedules
+
+    assert set(pipeline.__all__) == {*schedules.__all__, *pipeline._LATER}
+    assert set(pipeline.__all__) <= set(dir(pipeline))
+    assert all(getattr(pipeline, name) is not None for name in pipeline.__all__)

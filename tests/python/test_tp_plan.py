@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from tp_plan_models import assert_equal, decoder, ids, loss_of, plan, whole_and_parallel
 
 import pycomm
@@ -162,6 +163,7 @@ def refusals(rank: int, size: int) -> None:
         ({**right, "blocks.*.down": RowwiseParallel(output_layouts=Partial())}, ValueError, "got Partial"),
         ({**right, "blocks.*.attn": LocalAttributes(sizes=lambda n, r: 1)}, ValueError, "no attribute"),
         ({"head": "colwise"}, TypeError, "must have a style of pycomm"),
+        ({"head": TorchColwise()}, TypeError, "got ColwiseParallel, which is a style of torch's: import"),
         (None, TypeError, "parallelize_plan must be a style"),
         # All is planned, then one change fails: the model is as before.
         ({**right, "norm": Fails()}, MemoryError, "planted"),

@@ -256,6 +256,23 @@ TEST(Close, APeerThatClosedIsNamed) {
   });
 }
 
+TEST(Close, ThePartingWordReachesWhoeverWaits) {
+  run_ranks(2, [](TestRank& self) {
+    expect_usable(self);
+    if (self.rank == 1) {
+      PYCOMM_ASSERT_OK(self.comm->close(nullptr, INFINITY, "out of data"));
+      self.comm->abort("too late");  // by another thread: what was said stands
+      return;
+    }
+    std::vector<float> v(50000);
+    const Status s = all_reduce(*self.comm, v.data(), v.size());
+    EXPECT_EQ(s.code(), Code::kPeerLost) << s.message();
+    EXPECT_NE(s.message().find("closed its communicator: out of data; its last collective"),
+              std::string::npos)
+        << s.message();
+  });
+}
+
 // Who closes right after his last call must not take the result away from slower peers.
 TEST(Close, RightAfterACallHarmsNobody) {
   for (int round = 0; round < 20; round++) {
