@@ -11,12 +11,14 @@ the microbatches' sizes, and accumulate over steps without being scaled again.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pycomm.ddp.agree import check_agreement
 from pycomm.pipeline import microbatches
 from pycomm.pipeline.messages import leaves
 from pycomm.pipeline.runtime import Runtime
@@ -123,6 +125,7 @@ class PipelineSchedule:
                 )
         self._runtime = Runtime(self._comm, self._stages, n_stages, skips)
         self._ties = [Tie(places, self._comm, self._stages, self._order.placement) for places in tied]
+        self._has_agreed = False
         self.loss: Tensor | None = None
 
     def _build(self, n_stages: int, n_microbatches: int) -> Order:
@@ -181,9 +184,11 @@ class PipelineSchedule:
             The output on the rank of the last stage, without autograd's graph; None elsewhere.
 
         Raises:
-            ValueError: a batch of fewer samples than microbatches, or no ``loss_fn`` on the last stage.
+            ValueError: a batch of fewer samples than microbatches, or no ``loss_fn`` on the last stage; on
+                every rank, that schedules or their microbatches differ.
             CommError: another rank is lost, or does not come.
         """
+        self._agree()
         loss = self._loss_of(target) if self._has_last else None
         inputs = self._inputs(args, kwargs)
         for tie in self._ties:
@@ -206,6 +211,7 @@ class PipelineSchedule:
 
     def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
         """Forward of one batch, of any size that can be cut; as :meth:`step`, a loss is not needed."""
+        self._agree()
         loss = None
         if self._has_last and self._loss_fn is not None and target is not None:
             loss = self._loss_of(target)
@@ -218,6 +224,28 @@ class PipelineSchedule:
             if losses is not None:
                 losses[:] = [found for found in self._plain if found is not None]
         return microbatches.merge(outputs)
+
+    def _agree(self) -> None:
+        """Once, before anything is sent: do all ranks run the same schedule?
+
+        Raises:
+            ValueError: on every rank, naming what differs.
+        """
+        if self._has_agreed:
+            return
+        actions = hashlib.blake2b(self._order.to_csv().encode(), digest_size=8).hexdigest()
+        check_agreement(
+            self._comm,
+            "pipeline schedule",
+            [
+                f"schedule {self._order.name}",
+                f"n_microbatches {self._n_microbatches}",
+                f"actions {actions}",
+                f"skips {sorted(self._runtime.skips.items())}",
+                f"loss_on_all_ranks {self._shares_loss}",
+            ],
+        )
+        self._has_agreed = True
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         given = args if self._has_first else ()

@@ -140,6 +140,9 @@ def wrong(rank, size):
     with pytest.raises(ValueError, match="deadlock"):
         own = Order.from_actions([parse("0B0 0F0"), parse("1F0 1B0")])
         pycomm.pipeline.PipelineSchedule(stage, 1, order=own)
+    differing = get_schedule_class("1F1B")(stage, 2 + rank, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(ValueError, match="rank 0 has n_microbatches 2; rank 1 has n_microbatches 3"):
+        differing.step(torch.ones(6, 2), target=torch.ones(6, 2))
     own = Order.from_actions([parse("0F0 0F1 0B1 0B0"), parse("1F0 1F1 1B1 1B0")])
     schedule = pycomm.pipeline.PipelineSchedule(stage, 2, loss_fn=nn.functional.mse_loss, order=own)
     schedule.step(torch.ones(4, 2), target=torch.ones(4, 2))
