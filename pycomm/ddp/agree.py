@@ -25,6 +25,7 @@ __all__ = [
     "check_agreement",
     "describe",
     "digest",
+    "gather_bytes",
     "in_memory_order",
     "memory_order",
     "views_of",
@@ -72,6 +73,19 @@ def describe(what: str, name: str, tensor: Tensor) -> str:
     return f"{what} '{name}' of {tensor.dtype} {tuple(tensor.shape)}{laid_out}"
 
 
+def gather_bytes(comm: Communicator, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
+    """What every rank gives, in rank order. Collective.
+
+    Args:
+        comm: of the ranks.
+        mine: this rank's.
+        lengths: how many bytes each rank gives, the same list on every rank.
+    """
+    everyones = torch.empty(sum(lengths), dtype=torch.uint8)
+    comm.all_gather(everyones, torch.tensor(list(mine), dtype=torch.uint8), counts=list(lengths))
+    return [bytes(part.tolist()) for part in torch.split(everyones, list(lengths))]
+
+
 def check_agreement(comm: Communicator, who: str, lines: Sequence[str]) -> None:
     """Raises the same error on every rank unless all ranks have the same lines. Collective.
 
@@ -87,10 +101,7 @@ def check_agreement(comm: Communicator, who: str, lines: Sequence[str]) -> None:
     if bool((everyone == everyone[0]).all()):
         return
     lengths = [int.from_bytes(bytes(row[16:].tolist()), "little") for row in everyone]
-    texts = torch.empty(sum(lengths), dtype=torch.uint8)
-    comm.all_gather(texts, torch.tensor(list(text), dtype=torch.uint8), counts=lengths)
-    parts = torch.split(texts, lengths)
-    theirs = [bytes(part.tolist()).decode().split("\n") for part in parts]
+    theirs = [found.decode().split("\n") for found in gather_bytes(comm, text, lengths)]
     for line in range(max(len(part) for part in theirs)):
         at_line = [part[line] if line < len(part) else "nothing more" for part in theirs]
         differing = [rank for rank, found in enumerate(at_line) if found != at_line[0]]

@@ -54,6 +54,13 @@ class Runtime:
         self.skips = skips
         self.post = Post(comm, n_stages, sorted(skips))
         self.spans: list[Span] = []
+        self._actions: dict[int, tuple[Order, list[Action]]] = {}  # by id; the order keeps its id taken
+
+    def _actions_of(self, order: Order) -> list[Action]:
+        """This rank's, made once for each order."""
+        if id(order) not in self._actions:
+            self._actions[id(order)] = order, with_transfers(order)[self.comm.rank]
+        return self._actions[id(order)][1]
 
     def run(self, order: Order, inputs: Inputs, loss: Loss | None) -> tuple[list[Any], list[Tensor | None]]:
         """One step.
@@ -73,7 +80,7 @@ class Runtime:
         step = _Step(self, order, inputs, loss)
         self.spans = step.spans
         try:
-            for action in with_transfers(order)[self.comm.rank]:
+            for action in self._actions_of(order):
                 step.do(action)
             self.post.finish()
         except BaseException:

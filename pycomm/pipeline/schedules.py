@@ -125,6 +125,7 @@ class PipelineSchedule:
                 )
         self._runtime = Runtime(self._comm, self._stages, n_stages, skips)
         self._ties = [Tie(places, self._comm, self._stages, self._order.placement) for places in tied]
+        self._forwards = forward_only(self._order.placement, self._order.n_ranks, n_microbatches)
         self._has_agreed = False
         self.loss: Tensor | None = None
 
@@ -215,8 +216,7 @@ class PipelineSchedule:
         loss = None
         if self._has_last and self._loss_fn is not None and target is not None:
             loss = self._loss_of(target)
-        order = forward_only(self._order.placement, self._order.n_ranks, self._n_microbatches)
-        outputs, made = self._runtime.run(order, self._inputs(args, kwargs), loss)
+        outputs, made = self._runtime.run(self._forwards, self._inputs(args, kwargs), loss)
         if not self._has_last:
             return None
         if loss is not None:

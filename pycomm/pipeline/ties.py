@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pycomm.communicator import Communicator
+from pycomm.ddp.agree import gather_bytes
 from pycomm.pipeline.stage import PipelineStage
 
 __all__ = ["Tie"]
@@ -23,12 +24,10 @@ Places = Sequence[tuple[int, str]]
 
 def _gather(comm: Communicator, value: Any) -> list[Any]:
     """What every rank gives, as JSON has it."""
-    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = torch.zeros(comm.size, dtype=torch.int64)
-    comm.all_gather(sizes, torch.tensor([mine.numel()]))
-    parts = [torch.empty(int(n), dtype=torch.uint8) for n in sizes]
-    comm.all_gather(parts, mine)
-    return [json.loads(bytes(part.numpy())) for part in parts]
+    mine = json.dumps(value).encode()
+    lengths = torch.zeros(comm.size, dtype=torch.int64)
+    comm.all_gather(lengths, torch.tensor([len(mine)]))
+    return [json.loads(text) for text in gather_bytes(comm, mine, lengths.tolist())]
 
 
 class Tie:
