@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pycomm.communicator import Communicator
 from pycomm.ddp.agree import gather_bytes
 from pycomm.pipeline.stage import PipelineStage
+from pycomm.tensor_parallel.regions import lengths_of
 
 __all__ = ["Tie"]
 
@@ -25,9 +26,7 @@ Places = Sequence[tuple[int, str]]
 def _gather(comm: Communicator, value: Any) -> list[Any]:
     """What every rank gives, as JSON has it."""
     mine = json.dumps(value).encode()
-    lengths = torch.zeros(comm.size, dtype=torch.int64)
-    comm.all_gather(lengths, torch.tensor([len(mine)]))
-    return [json.loads(text) for text in gather_bytes(comm, mine, lengths.tolist())]
+    return [json.loads(text) for text in gather_bytes(comm, mine, lengths_of(len(mine), comm))]
 
 
 class Tie:

@@ -26,6 +26,7 @@ from pycomm.tensor_parallel.group import (
     get_context_parallel_group,
     model_parallel_is_initialized,
 )
+from pycomm.tensor_parallel.regions import lengths_of
 from pycomm.tensor_parallel.untraced import untraced
 
 __all__ = [
@@ -264,9 +265,7 @@ def context_parallel_unshard(
 
 def agreed_sizes(comm: Communicator, name: str, size: int, order: Order) -> list[int]:
     """The sizes of all ranks' shards, or a ValueError on every rank when no sequence splits into them."""
-    table = torch.empty(comm.size, dtype=torch.int64)
-    comm.all_gather(table, torch.tensor([size]))
-    sizes: list[int] = table.tolist()
+    sizes = lengths_of(size, comm)
     if length_of(sizes, order) is None:
         raise ValueError(wrong_sizes(name, sizes, order))
     return sizes
