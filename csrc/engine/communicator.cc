@@ -145,7 +145,7 @@ std::shared_ptr<Work> Communicator::start(std::unique_ptr<Request> request) {
   return work;
 }
 
-Status Communicator::enqueue(std::unique_ptr<Request> request, std::shared_ptr<Work> work, bool patient) {
+Status Communicator::enqueue(std::unique_ptr<Request> request, std::shared_ptr<Work> work, bool small) {
   {
     std::lock_guard lock(mutex_);
     if (stop_) return Status::error(Code::kClosed, "the communicator is closed");
@@ -154,8 +154,8 @@ Status Communicator::enqueue(std::unique_ptr<Request> request, std::shared_ptr<W
     } catch (const std::system_error& e) {
       return Status::error(Code::kSystem, format("cannot start the progress thread: %s", e.what()));
     }
-    patient = patient && queue_.empty();
-    queue_.push_back({std::move(request), std::move(work), patient ? monotonic_s() + kPatienceS : 0});
+    const bool patient = small && queue_.empty();
+    queue_.push_back({std::move(request), std::move(work), small, patient ? monotonic_s() + kPatienceS : 0});
     waiting_.fetch_add(1);
     if (patient && watching_) return Status();
   }
@@ -172,7 +172,9 @@ void Communicator::hurry() {
 
 bool Communicator::run_here(const Work& work, CallerHooks* hooks, Status* out) {
   std::unique_lock lock(mutex_);
-  if (group_->node()->forked() || queue_.empty() || queue_.front().work.get() != &work) return false;
+  if (group_->node()->forked() || queue_.empty() || queue_.front().work.get() != &work ||
+      !queue_.front().small)
+    return false;
   if (stop_ || busy_.exchange(true)) {
     queue_.front().patient_until_s = 0;
     cv_.notify_all();

@@ -56,8 +56,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status prepare(Request* request, const char* algorithm);
   Status run(Request& request, CallerHooks* hooks);
   std::shared_ptr<Work> start(std::unique_ptr<Request> request);
-  // Runs the call of this work on the calling thread, if it is the next and nobody has begun it. `out`: how
-  // it ended for this caller; kInterrupt: Ctrl-C came, and the communicator has failed.
+  // Runs the call of this work on the calling thread, if it is small, the next, and begun by nobody. A larger
+  // one is the progress thread's even when that is late: its waiter may leave it (Ctrl-C). `out`: how it
+  // ended for this caller; kInterrupt: Ctrl-C came, and the communicator has failed.
   bool run_here(const Work& work, CallerHooks* hooks, Status* out);
   // Has the progress thread begin what is queued.
   void hurry();
@@ -79,11 +80,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   struct Job {
     std::unique_ptr<Request> request;
     std::shared_ptr<Work> work;
+    bool small = false;          // whoever waits for it may run it
     double patient_until_s = 0;  // monotonic; the progress thread leaves it to the caller until then
   };
   Communicator() = default;
   Status execute(Request& request, CallerHooks* hooks);
-  Status enqueue(std::unique_ptr<Request> request, std::shared_ptr<Work> work, bool patient);
+  Status enqueue(std::unique_ptr<Request> request, std::shared_ptr<Work> work, bool small);
   void serve();
   void wait_for_job(std::unique_lock<std::mutex>& lock);
   Status finish(Job job, CallerHooks* hooks);

@@ -2,7 +2,9 @@
 // waits, when many do, and when something else wants them run at once.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <vector>
 
 #include "engine/run_ranks.h"
 
@@ -41,6 +43,21 @@ TEST(Patience, WhoWaitsRunsIt) {
       EXPECT_TRUE(ran_here);
     });
   }
+}
+
+TEST(Patience, ALargeCallIsTheThreadsEvenWhenThatIsLate) {
+  run_ranks(2, [](TestRank& self) {
+    const uint64_t n = kEagerBytes / sizeof(float) + 1;
+    std::vector<float> x(n);
+    for (int i = 0; i < 200; i++) {
+      std::fill(x.begin(), x.end(), 1.0f);
+      const auto work = start_sum(*self.comm, x.data(), n);
+      Status s;
+      ASSERT_FALSE(self.comm->run_here(*work, nullptr, &s));
+      PYCOMM_ASSERT_OK(wait_for(work));
+      ASSERT_EQ(x.back(), 2);
+    }
+  });
 }
 
 TEST(Patience, NobodyNeedsToWait) {
