@@ -2,7 +2,8 @@
 
 schedule/ holds what a rank does and when, as data; runtime.py executes it with stage.py (one stage's
 forwards and backwards, backward.py in halves) and post.py (messages of any shape, messages.py their
-contents); schedules.py has torch's classes around it. layers.py cuts a list of layers into stages, as
+contents); schedules.py has torch's classes around it,
+two_versions.py the one that never flushes. layers.py cuts a list of layers into stages, as
 partition.py finds best.
 """
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     )
     from pycomm.pipeline.skips import pop, stash
     from pycomm.pipeline.stage import PipelineStage
+    from pycomm.pipeline.two_versions import SchedulePipeDream2BW
 
 __all__ = [
     "LayerSpec",
@@ -42,6 +44,7 @@ __all__ = [
     "ScheduleInterleaved1F1B",
     "ScheduleInterleavedZeroBubble",
     "ScheduleLoopedBFS",
+    "SchedulePipeDream2BW",
     "ScheduleZBVZeroBubble",
     "ScheduleZeroBubbleH1",
     "ScheduleZeroBubbleH2",
@@ -59,6 +62,7 @@ _LATER = {
     "TiedLayerSpec": "pycomm.pipeline.layers",
     "plan": "pycomm.pipeline.layers",
     "PipelineStage": "pycomm.pipeline.stage",
+    "SchedulePipeDream2BW": "pycomm.pipeline.two_versions",
     "pop": "pycomm.pipeline.skips",
     "stash": "pycomm.pipeline.skips",
 }

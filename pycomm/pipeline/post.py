@@ -155,9 +155,13 @@ class Post:
         Raises:
             CommError: a receiver is lost, or does not come.
         """
-        sending, self._sending = self._sending, []
-        for work in sending:
+        for work in self.sent():
             work.wait()
+
+    def sent(self) -> list[Work]:
+        """What was sent and not yet waited for; it is the caller's to wait for from here on."""
+        sending, self._sending = self._sending, []
+        return sending
 
 
 def _sizes(found: list[Spec]) -> list[tuple[str, tuple[int, ...]]]:

@@ -10,8 +10,9 @@ empty), or a skip.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -26,10 +27,11 @@ from pycomm.pipeline.schedule.transfers import with_transfers
 from pycomm.pipeline.skips import Skips
 from pycomm.pipeline.stage import PipelineStage, as_leaves
 
-__all__ = ["Runtime"]
+__all__ = ["Runtime", "Step"]
 
 Inputs = list[tuple[tuple[Any, ...], dict[str, Any]]]
 Loss = Callable[[Any, int], Tensor]
+Under = Callable[[Action], contextlib.AbstractContextManager[None]]
 
 
 class Runtime:
@@ -77,24 +79,36 @@ class Runtime:
             CommError: a neighbour is lost or does not come.
             TypeError: a stage returned something that cannot travel.
         """
-        step = _Step(self, order, inputs, loss)
+        step = Step(self, order, inputs, loss)
+        self.perform(step, self._actions_of(order))
+        return step.outputs, step.losses
+
+    def perform(self, step: Step, actions: Sequence[Action], under: Under | None = None) -> None:
+        """Does some of a step's actions, and waits until what they sent has come (see :meth:`run`).
+
+        Args:
+            step: what is on its way.
+            actions: in order.
+            under: makes the context in which an action is done; who gives one waits for the sends itself.
+        """
         self.spans = step.spans
         try:
-            for action in self._actions_of(order):
-                step.do(action)
-            self.post.finish()
+            for action in actions:
+                with under(action) if under is not None else contextlib.nullcontext():
+                    step.do(action)
+            if under is None:
+                self.post.finish()
         except BaseException:
             for stage in self.stages.values():
                 stage.forget()
             raise
-        return step.outputs, step.losses
 
 
-class _Step:
+class Step:
     """What one step has on its way."""
 
     def __init__(self, runtime: Runtime, order: Order, inputs: Inputs, loss: Loss | None) -> None:
-        self._order, self._inputs, self._loss = order, inputs, loss
+        self._order, self.inputs, self.loss = order, inputs, loss
         self._post, self._stages, self._skips = runtime.post, runtime.stages, runtime.skips
         self._keeps = order.has_backward
         self._rank = runtime.comm.rank
@@ -217,15 +231,15 @@ class _Step:
 
     def _args(self, stage: PipelineStage, k: int) -> tuple[Any, ...]:
         if stage.is_first:
-            return self._inputs[k][0]
+            return self.inputs[k][0]
         number = stage.stage_index
         value = self._take_activation(Channel(number, k, "activation"), number - 1)
         return tuple(value) if isinstance(value, tuple) else (value,)
 
     def _forward(self, stage: PipelineStage, k: int, args: tuple[Any, ...], skips: Skips) -> None:
-        loss, number = self._loss, stage.stage_index
+        loss, number = self.loss, stage.stage_index
         then = (lambda output: loss(output, k)) if stage.is_last and loss is not None else None
-        output, made = stage.forward(k, args, self._inputs[k][1], then, self._keeps, skips)
+        output, made = stage.forward(k, args, self.inputs[k][1], then, self._keeps, skips)
         if stage.is_last:
             self.outputs[k] = replace_leaves(output, lambda t: t.detach())
             self.losses[k] = made.detach() if made is not None else None

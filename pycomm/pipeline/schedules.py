@@ -21,7 +21,7 @@ from torch import Tensor
 from pycomm.ddp.agree import check_agreement
 from pycomm.pipeline import microbatches
 from pycomm.pipeline.messages import leaves
-from pycomm.pipeline.runtime import Runtime
+from pycomm.pipeline.runtime import Inputs, Loss, Runtime
 from pycomm.pipeline.schedule.catalog import CATALOG, build
 from pycomm.pipeline.schedule.gpipe import forward_only
 from pycomm.pipeline.schedule.order import Order
@@ -192,16 +192,7 @@ class PipelineSchedule:
         self._agree()
         loss = self._loss_of(target) if self._has_last else None
         inputs = self._inputs(args, kwargs)
-        for tie in self._ties:
-            tie.begin()
-        try:
-            outputs, made = self._runtime.run(self._order, inputs, loss)
-        except BaseException:
-            for tie in self._ties:
-                tie.undo()
-            raise
-        for tie in self._ties:
-            tie.end()
+        outputs, made = self._train(inputs, loss)
         if not self._has_last:
             self._set_loss(None)
             return None
@@ -209,6 +200,20 @@ class PipelineSchedule:
             losses[:] = [found for found in self._plain if found is not None]
         self._set_loss(torch.stack([m for m in made if m is not None]).sum())
         return microbatches.merge(outputs)
+
+    def _train(self, inputs: Inputs, loss: Loss | None) -> tuple[list[Any], list[Tensor | None]]:
+        """Forward and backward of every microbatch, then the sums of tied weights; as Runtime.run."""
+        for tie in self._ties:
+            tie.begin()
+        try:
+            made = self._runtime.run(self._order, inputs, loss)
+        except BaseException:
+            for tie in self._ties:
+                tie.undo()
+            raise
+        for tie in self._ties:
+            tie.end()
+        return made
 
     def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
         """Forward of one batch, of any size that can be cut; as :meth:`step`, a loss is not needed."""
@@ -387,7 +392,12 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
         >>> get_schedule_class("1f1b").__name__
         'Schedule1F1B'
     """
+    if schedule_name.lower() == "pipedream2bw":
+        from pycomm.pipeline.two_versions import SchedulePipeDream2BW  # which is made of this file's
+
+        return SchedulePipeDream2BW
     found = _CLASSES.get(schedule_name.lower())
     if found is None:
-        raise ValueError(f"there is no pipeline schedule {schedule_name!r}; there are {', '.join(CATALOG)}")
+        names = ", ".join([*CATALOG, "PipeDream2BW"])
+        raise ValueError(f"there is no pipeline schedule {schedule_name!r}; there are {names}")
     return found

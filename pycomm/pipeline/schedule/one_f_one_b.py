@@ -28,7 +28,7 @@ from __future__ import annotations
 from pycomm.pipeline.schedule.action import Action
 from pycomm.pipeline.schedule.order import Order, loop_placement
 
-__all__ = ["eager_one_f_one_b", "one_f_one_b", "pipedream_2bw"]
+__all__ = ["eager_one_f_one_b", "one_f_one_b", "pipedream_2bw", "two_bw_steps"]
 
 
 def one_f_one_b(n_ranks: int, n_microbatches: int) -> Order:
@@ -53,6 +53,46 @@ def pipedream_2bw(n_ranks: int, n_microbatches: int, n_batches: int) -> Order:
     """
     ahead = [n_ranks - rank - 1 for rank in range(n_ranks)]
     return _in_turns("PipeDream2BW", ahead, n_microbatches * n_batches)
+
+
+def two_bw_steps(n_ranks: int, n_microbatches: int, n_batches: int) -> list[Order]:
+    """:func:`pipedream_2bw` cut into what each step does, and at the end the drain.
+
+    A step has all forwards of its batch, and as many backwards; rank r's are p - r - 1 microbatches behind.
+    So at the end of a step all backwards of the batch before are done. Microbatches count modulo 2 m here,
+    since two batches are on their way.
+
+    Args:
+        n_ranks: p.
+        n_microbatches: m, of each batch, at least p - 1.
+        n_batches: at least 1.
+
+    Returns:
+        An order for each batch, and one of the backwards that are left.
+
+    Raises:
+        ValueError: too few microbatches.
+
+    Example:
+        >>> [" ".join(map(str, step.actions[0])) for step in two_bw_steps(2, 2, 2)]
+        ['0F0 0F1 0B0', '0F2 0B1 0F3 0B2', '0B3']
+    """
+    p, m = n_ranks, n_microbatches
+    if m < p - 1:
+        raise ValueError(
+            f"PipeDream2BW: {p} ranks need at least {p - 1} microbatches, got {m}: with fewer, more than two "
+            "batches would be on their way, and more than two versions of the weights"
+        )
+    whole = pipedream_2bw(p, m, n_batches)
+    steps = []
+    for batch in range(n_batches + 1):
+        actions = []
+        for rank, ordered in enumerate(whole.actions):
+            first, end = (2 * m * b - (p - rank - 1) for b in (batch, batch + 1))
+            mine = ordered[max(first, 0) : end]
+            actions.append(tuple(a._replace(microbatch=a.microbatch % (2 * m)) for a in mine))
+        steps.append(Order(whole.name, whole.placement, 2 * m, tuple(actions)))
+    return steps
 
 
 def _in_turns(name: str, ahead: list[int], m: int) -> Order:
