@@ -29,11 +29,14 @@ if TYPE_CHECKING:
         get_schedule_class,
     )
     from pycomm.pipeline.skips import pop, stash
+    from pycomm.pipeline.split import Pipe, pipeline
     from pycomm.pipeline.stage import PipelineStage
+    from pycomm.pipeline.tracing import SplitPoint, pipe_split
     from pycomm.pipeline.two_versions import SchedulePipeDream2BW
 
 __all__ = [
     "LayerSpec",
+    "Pipe",
     "Plan",
     "PipelineSchedule",
     "PipelineStage",
@@ -48,8 +51,11 @@ __all__ = [
     "ScheduleZBVZeroBubble",
     "ScheduleZeroBubbleH1",
     "ScheduleZeroBubbleH2",
+    "SplitPoint",
     "TiedLayerSpec",
     "get_schedule_class",
+    "pipe_split",
+    "pipeline",
     "plan",
     "pop",
     "stash",
@@ -61,8 +67,12 @@ _LATER = {
     "Plan": "pycomm.pipeline.layers",
     "TiedLayerSpec": "pycomm.pipeline.layers",
     "plan": "pycomm.pipeline.layers",
+    "Pipe": "pycomm.pipeline.split",
     "PipelineStage": "pycomm.pipeline.stage",
     "SchedulePipeDream2BW": "pycomm.pipeline.two_versions",
+    "SplitPoint": "pycomm.pipeline.tracing",
+    "pipe_split": "pycomm.pipeline.tracing",
+    "pipeline": "pycomm.pipeline.split",
     "pop": "pycomm.pipeline.skips",
     "stash": "pycomm.pipeline.skips",
 }

@@ -116,7 +116,7 @@ class PipelineSchedule:
         self._scales, self._count = scale_grads, count
         self._count_comm = None if count_group is None else communicator_of(count_group)
         self._shares_loss = loss_on_all_ranks
-        skips = dict(skips or {})
+        skips, tied = {**mine[0].skips, **(skips or {})}, [*mine[0].tied, *tied]
         for name, (source, to) in skips.items():
             if not name or not 0 <= source < to < n_stages:
                 raise ValueError(

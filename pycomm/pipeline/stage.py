@@ -69,6 +69,8 @@ class PipelineStage:
         self.num_stages = num_stages
         self.device = torch.device(device)
         self.group = group
+        self.skips: dict[str, tuple[int, int]] = {}  # of a traced model: its schedule's, too
+        self.tied: tuple[tuple[tuple[int, str], ...], ...] = ()
         self._kept: dict[int, _Kept] = {}
 
     @property
