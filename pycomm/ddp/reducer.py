@@ -211,14 +211,25 @@ class Reducer:
             self.finish(Whole.BROKEN)
         self._reset()
 
-    def reduce_now(self, weight: float | None) -> None:
-        """Averages what ``grad`` holds, outside of any backward. Collective."""
+    def begin_now(self, weight: float | None, asynchronously: bool = False) -> None:
+        """Begins to average what ``grad`` holds, outside of any backward; :meth:`finish` ends it. Collective.
+
+        Args:
+            weight: this rank's share of the average.
+            asynchronously: launch all buckets now, on the communicator's progress thread.
+        """
         self.close_broken_backward()
         self.tally.mode = REDUCING
         self.weight = weight
         self.new.update(i for i, p in enumerate(self.parameters) if p.grad is not None)
         self.times.backward_began()
-        self.finish()
+        while asynchronously and self._n_launched < len(self.plan.buckets):
+            self._launch(self.new, True)
+
+    def abandon(self) -> None:
+        """What was begun, or should be by now, will not end: the next forward tells the other ranks."""
+        self.tally.mode = REDUCING
+        self._broke(self._n_resets)
 
     @torch.no_grad()
     def shadow(self, weight: float | None) -> None:
@@ -255,14 +266,15 @@ class Reducer:
             self._reset()
             self.times.finished(time.perf_counter() - started)
 
-    def _launch(self, known: Set[int] | None) -> None:
+    def _launch(self, known: Set[int] | None, asynchronously: bool = False) -> None:
         bucket = self.plan.buckets[self._n_launched]
         self._n_launched += 1
         with torch.no_grad():  # create_graph=True records in hooks
             gradients = contributions(self, bucket, known)
             if self.weight == 0:  # not times 0: what it has of no input may be NaN
                 torch._foreach_zero_(gradients)
-            bucket.wire.start(gradients, self.weight, self.settings.overlap == "async")
+            is_async = asynchronously or self.settings.overlap == "async"
+            bucket.wire.start(gradients, self.weight, is_async)
 
     @torch.no_grad()
     def finish(self, whole: Whole = Whole.FINE) -> None:

@@ -26,6 +26,7 @@ from pycomm.ddp.buffers import Buffers
 from pycomm.ddp.comm_hooks import CommHooks
 from pycomm.ddp.error_feedback import Feedback
 from pycomm.ddp.facts import Facts
+from pycomm.ddp.finalizing import Finalizing
 from pycomm.ddp.join import Joining
 from pycomm.ddp.logging_data import Logging
 from pycomm.ddp.mixed_precision import Casts
@@ -109,7 +110,15 @@ class ReducerNames:
 
 
 class TorchNames(
-    Joining, Weighing, Buffers, Facts, Logging, Feedback, CommHooks, nn.parallel.DistributedDataParallel
+    Joining,
+    Weighing,
+    Buffers,
+    Facts,
+    Finalizing,
+    Logging,
+    Feedback,
+    CommHooks,
+    nn.parallel.DistributedDataParallel,
 ):
     """Attributes and methods under torch's names; the wrapper itself is in pycomm/ddp/wrapper.py."""
 

@@ -366,28 +366,6 @@ class DistributedDataParallel(TorchNames):
         finally:
             self.require_backward_grad_sync = before
 
-    def finalize_backward(self) -> None:
-        """Averages what ``p.grad`` holds now, outside of any backward. Collective.
-
-        For pipelines, retained graphs and several losses: run all backwards within :meth:`no_sync`, or set
-        the gradients yourself, then call this once. Averaging what is averaged already changes nothing.
-
-        Raises:
-            RuntimeError: on every rank: a parameter has no gradient, as in ``backward``.
-
-        Example:
-            >>> import pycomm, torch
-            >>> comm = pycomm.init()
-            >>> model = pycomm.DistributedDataParallel(torch.nn.Linear(8, 2), communicator=comm)
-            >>> with model.no_sync():
-            ...     model(torch.ones(4, 8)).sum().backward()
-            >>> model.finalize_backward()
-        """
-        if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(f"{_WHO}.finalize_backward: call it when backward is over, not within it")
-        if self._reducer is not None:
-            self._reducer.reduce_now(self._share)
-
 
 def _call(method: weakref.WeakMethod[Callable[[], _T]]) -> Callable[[], _T]:
     """The method of a wrapper that is alive while it is called."""

@@ -20,7 +20,8 @@ from torch import Tensor
 from pycomm.communicator import Communicator
 from pycomm.pipeline.messages import Spec, leaves, replace_leaves
 from pycomm.pipeline.post import Channel, Expected, Post
-from pycomm.pipeline.schedule.action import Action
+from pycomm.pipeline.replicas import Replicas
+from pycomm.pipeline.schedule.action import REDUCE, Action
 from pycomm.pipeline.schedule.order import Order
 from pycomm.pipeline.schedule.simulate import Span
 from pycomm.pipeline.schedule.transfers import with_transfers
@@ -80,7 +81,8 @@ class Runtime:
             TypeError: a stage returned something that cannot travel.
         """
         step = Step(self, order, inputs, loss)
-        self.perform(step, self._actions_of(order))
+        with step.replicas.step(order.has_backward):
+            self.perform(step, self._actions_of(order))
         return step.outputs, step.losses
 
     def perform(self, step: Step, actions: Sequence[Action], under: Under | None = None) -> None:
@@ -110,6 +112,7 @@ class Step:
     def __init__(self, runtime: Runtime, order: Order, inputs: Inputs, loss: Loss | None) -> None:
         self._order, self.inputs, self.loss = order, inputs, loss
         self._post, self._stages, self._skips = runtime.post, runtime.stages, runtime.skips
+        self.replicas = Replicas(runtime.stages)
         self._keeps = order.has_backward
         self._rank = runtime.comm.rank
         self._coming: dict[Channel, Expected] = {}  # receives that are posted
@@ -132,6 +135,8 @@ class Step:
             self._send_activation(stage, stage + 1, k, "")
         elif kind == "SEND_B":
             self._send_gradient(stage, stage - 1, k, "")
+        elif kind == REDUCE:
+            self.replicas.reduce(stage)
         else:
             began = time.monotonic()
             ready = self._compute(action)

@@ -21,6 +21,7 @@ from torch import Tensor
 from pycomm.ddp.agree import check_agreement
 from pycomm.pipeline import microbatches
 from pycomm.pipeline.messages import leaves
+from pycomm.pipeline.replicas import with_replicas
 from pycomm.pipeline.runtime import Inputs, Loss, Runtime
 from pycomm.pipeline.schedule.catalog import CATALOG, build
 from pycomm.pipeline.schedule.gpipe import forward_only
@@ -111,6 +112,8 @@ class PipelineSchedule:
         self._order = self._build(n_stages, n_microbatches) if order is None else order
         verify(self._order)
         self._check_stages(mine, n_stages)
+        self._given = self._order
+        self._order = with_replicas(self._given, self._stages)
         self._loss_fn = loss_fn
         self._specs = args_chunk_spec, kwargs_chunk_spec
         self._scales, self._count = scale_grads, count
@@ -161,7 +164,10 @@ class PipelineSchedule:
 
     @property
     def order(self) -> Order:
-        """What every rank computes."""
+        """What every rank computes, and which gradients it averages over a stage's replicas.
+
+        Reductions of other ranks' stages are known after the first step.
+        """
         return self._order
 
     @property
@@ -238,7 +244,7 @@ class PipelineSchedule:
         """
         if self._has_agreed:
             return
-        actions = hashlib.blake2b(self._order.to_csv().encode(), digest_size=8).hexdigest()
+        actions = hashlib.blake2b(self._given.to_csv().encode(), digest_size=8).hexdigest()
         check_agreement(
             self._comm,
             "pipeline schedule",
@@ -250,6 +256,7 @@ class PipelineSchedule:
                 f"loss_on_all_ranks {self._shares_loss}",
             ],
         )
+        self._order = with_replicas(self._given, self._stages, self._comm)
         self._has_agreed = True
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -8,6 +8,8 @@ Written as torch writes it: ``3F5`` is the forward of microbatch 5 in stage 3.
 * ``SEND_F``, ``RECV_F``: a stage's output, to the next stage; ``SEND_B``, ``RECV_B``: the gradient of a
   stage's
   input, to the stage before. They name the stage that sends or receives.
+* ``REDUCE_GRAD``: begins to average a stage's gradients over its data-parallel replicas, once in a step. It
+  has no microbatch: ``3REDUCE_GRAD``.
 """
 
 from __future__ import annotations
@@ -15,25 +17,38 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = ["BACKWARDS", "COMPUTATIONS", "KINDS", "TRANSFERS", "Action"]
+__all__ = ["BACKWARDS", "COMPUTATIONS", "KINDS", "REDUCE", "TRANSFERS", "Action"]
 
 COMPUTATIONS = ("F", "B", "I", "W")
 TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-KINDS = COMPUTATIONS + TRANSFERS
+REDUCE = "REDUCE_GRAD"
+KINDS = (*COMPUTATIONS, *TRANSFERS, REDUCE)
 BACKWARDS = ("B", "I")  #: what makes the gradient that the stage before needs
 
-_TEXT = re.compile(rf"(\d+)({'|'.join(sorted(KINDS, key=len, reverse=True))})(\d+)")
+_TEXT = re.compile(
+    rf"(\d+)(?:({'|'.join(sorted(COMPUTATIONS + TRANSFERS, key=len, reverse=True))})(\d+)|{REDUCE})"
+)
 
 
 class Action(NamedTuple):
-    """See the file's text. Stages and microbatches count from 0."""
+    """See the file's text. Stages and microbatches count from 0; of a reduction the microbatch is -1."""
 
     stage: int
     kind: str
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
+        return f"{self.stage}{self.kind}{'' if self.kind == REDUCE else self.microbatch}"
+
+    @staticmethod
+    def reduce(stage: int) -> Action:
+        """The reduction of a stage's gradients.
+
+        Example:
+            >>> str(Action.reduce(3))
+            '3REDUCE_GRAD'
+        """
+        return Action(stage, REDUCE, -1)
 
     @staticmethod
     def parse(text: str) -> Action:
@@ -49,4 +64,6 @@ class Action(NamedTuple):
         found = _TEXT.fullmatch(text.strip())
         if found is None:
             raise ValueError(f"{text!r} is no action: expected STAGE KIND MICROBATCH, as 3F5; kinds: {KINDS}")
+        if found[2] is None:
+            return Action.reduce(int(found[1]))
         return Action(int(found[1]), found[2], int(found[3]))

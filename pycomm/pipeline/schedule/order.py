@@ -1,6 +1,8 @@
 """A pipeline schedule as data: which stages each rank holds, and the order of its computations.
 
-An order holds computations only; :mod:`pycomm.pipeline.schedule.transfers` puts the sends and receives in.
+An order holds computations only, and reductions where stages have data-parallel replicas
+(:mod:`pycomm.pipeline.schedule.reductions`); :mod:`pycomm.pipeline.schedule.transfers` puts the sends and
+receives in.
 
 Words: p ranks, v stages on each of them (so p v stages), m microbatches. *Loop* places stage s on rank s
 mod p; *V* goes down the ranks and comes back, so that the last rank holds two neighbours, the first rank
@@ -14,7 +16,7 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pycomm.pipeline.schedule.action import COMPUTATIONS, Action
+from pycomm.pipeline.schedule.action import COMPUTATIONS, REDUCE, Action
 
 __all__ = ["Order", "loop_placement", "v_placement"]
 
@@ -112,7 +114,7 @@ class Order:
         holder: dict[int, int] = {}
         for rank, ordered in enumerate(ranks):
             for action in ordered:
-                if action.kind not in COMPUTATIONS:
+                if action.kind not in (*COMPUTATIONS, REDUCE):
                     raise ValueError(
                         f"rank {rank} has {action}: an order holds computations only, transfers follow"
                     )

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from pycomm.pipeline.schedule.simulate import Timeline
+from pycomm.pipeline.schedule.action import REDUCE
+from pycomm.pipeline.schedule.simulate import Span, Timeline
 
 __all__ = ["draw", "text"]
 
-_COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#54a24b", "W": "#b79a20"}
+_COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#54a24b", "W": "#b79a20", REDUCE: "#bab0ac"}
 
 
 def text(timeline: Timeline) -> str:
     """A line for each rank, a column for each unit of time; one unit is the shortest action.
 
-    Actions are written without their stage where a rank has one stage only.
+    Actions are written without their stage where a rank has one stage only. Reductions, which run beside the
+    computations, are on a line of their own below these, as R.
 
     Example:
         >>> from pycomm.pipeline.schedule.gpipe import gpipe
@@ -32,14 +34,21 @@ def text(timeline: Timeline) -> str:
     n_columns = math.ceil(timeline.makespan / unit - 1e-9) if unit > 0 else 1
     lines = []
     many = timeline.order.n_stages > timeline.order.n_ranks
-    for row in timeline.spans:
-        cells = ["."] * n_columns
+
+    def line(row: tuple[Span, ...], empty: str) -> list[str]:
+        cells = [empty] * n_columns
         for span in row:
             first = round((span.start - origin) / unit) if unit > 0 else 0
             last = round((span.end - origin) / unit) if unit > 0 else 1
-            name = str(span.action) if many else str(span.action).lstrip("0123456789")
-            cells[first:last] = [name, *["-"] * (last - first - 1)]
-        lines.append(cells)
+            name = str(span.action).replace(REDUCE, "R")
+            name = name if many else name.lstrip("0123456789")
+            cells[first:last] = [name, *["-"] * (last - first - 1)][: max(last - first, 0)]
+        return cells
+
+    for rank, row in enumerate(timeline.spans):
+        lines.append(line(row, "."))
+        if timeline.reductions:
+            lines.append(line(timeline.reductions[rank], ""))
     width = max(len(cell) for cells in lines for cell in cells)
     return "\n".join(" ".join(cell.ljust(width) for cell in cells).rstrip() for cells in lines)
 
@@ -67,6 +76,9 @@ def draw(timelines: dict[str, Timeline], path: str | Path, unit: str = "") -> No
                 width, left = span.end - span.start, span.start - origin
                 axis.barh(rank, width, left=left, color=_COLOURS[span.action.kind], edgecolor="white")
                 axis.text(left + width / 2, rank, str(span.action), ha="center", va="center", fontsize=6)
+            for span in timeline.reductions[rank] if timeline.reductions else ():
+                width, left = span.end - span.start, span.start - origin
+                axis.barh(rank + 0.45, width, 0.12, left=left, color=_COLOURS[REDUCE])
         axis.set_title(f"{title}: {timeline.makespan:.4g} {unit}, {timeline.bubble:.1%} idle", loc="left")
         axis.set_yticks(range(len(timeline.spans)), [f"rank {rank}" for rank in range(len(timeline.spans))])
         axis.invert_yaxis()

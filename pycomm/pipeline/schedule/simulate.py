@@ -1,11 +1,14 @@
-"""What an order costs: every rank computes as soon as what it needs has come. Times are in any one unit."""
+"""What an order costs: every rank computes as soon as what it needs has come. Times are in any one unit.
+
+A reduction runs beside the computations of its rank, one after the other; the step ends when all have.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pycomm.pipeline.schedule.action import Action
+from pycomm.pipeline.schedule.action import REDUCE, Action
 from pycomm.pipeline.schedule.order import Order
 from pycomm.pipeline.schedule.verify import needs, sequence
 
@@ -21,20 +24,22 @@ class Costs:
         backward_input: I.
         backward_weight: W; a whole backward takes I + W.
         latency: from the end of an action to when another rank can begin with its result.
+        reduce: REDUCE_GRAD, of all microbatches at once.
     """
 
     forward: float | Sequence[float] = 1.0
     backward_input: float | Sequence[float] = 1.0
     backward_weight: float | Sequence[float] = 1.0
     latency: float = 0.0
+    reduce: float | Sequence[float] = 0.0
 
     def of(self, action: Action) -> float:
         """How long an action takes."""
-        f, i, w = (
+        f, i, w, r = (
             float(cost[action.stage]) if isinstance(cost, Sequence) else float(cost)
-            for cost in (self.forward, self.backward_input, self.backward_weight)
+            for cost in (self.forward, self.backward_input, self.backward_weight, self.reduce)
         )
-        return {"F": f, "I": i, "W": w, "B": i + w}[action.kind]
+        return {"F": f, "I": i, "W": w, "B": i + w, REDUCE: r}[action.kind]
 
 
 @dataclass(frozen=True)
@@ -48,15 +53,22 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The actions of every rank in time; simulated or measured."""
+    """The actions of every rank in time; simulated or measured.
+
+    Attributes:
+        order: of them.
+        spans: the computations of every rank.
+        reductions: of every rank, beside its computations; empty where no stage has replicas.
+    """
 
     order: Order
     spans: tuple[tuple[Span, ...], ...]
+    reductions: tuple[tuple[Span, ...], ...] = ()
 
     @property
     def makespan(self) -> float:
         """From the first start to the last end."""
-        spans = [span for row in self.spans for span in row]
+        spans = [span for row in (*self.spans, *self.reductions) for span in row]
         return max((s.end for s in spans), default=0.0) - min((s.start for s in spans), default=0.0)
 
     def busy(self, rank: int) -> float:
@@ -96,12 +108,17 @@ def simulate(order: Order, costs: Costs | None = None) -> Timeline:
     costs = Costs() if costs is None else costs
     ends: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in range(order.n_ranks)]
+    reductions: list[list[Span]] = [[] for _ in range(order.n_ranks)]
     for rank, action in sequence(order):
         start = spans[rank][-1].end if spans[rank] else 0.0
+        if action.kind == REDUCE:
+            start = max(start, reductions[rank][-1].end if reductions[rank] else 0.0)
+            reductions[rank].append(Span(action, start, start + costs.of(action)))
+            continue
         for choice in needs(order, action):
             made = next(a for a in choice if a in ends)
             far = order.placement[made.stage] != rank
             start = max(start, ends[made] + (costs.latency if far else 0.0))
         ends[action] = start + costs.of(action)
         spans[rank].append(Span(action, start, ends[action]))
-    return Timeline(order, tuple(map(tuple, spans)))
+    return Timeline(order, tuple(map(tuple, spans)), tuple(map(tuple, reductions)) if any(reductions) else ())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from pycomm.pipeline.schedule.action import Action
+from pycomm.pipeline.schedule.action import REDUCE, Action
 from pycomm.pipeline.schedule.order import Order
 
 __all__ = ["with_transfers"]
@@ -34,10 +34,11 @@ def with_transfers(order: Order, early: int = 1, no_gradient: Collection[int] = 
     result = []
     for actions in order.actions:
         before: list[list[Action]] = [[] for _ in actions]
-        for i, action in enumerate(actions):
-            received = _received_for(order, action, no_gradient)
+        computations = [i for i, action in enumerate(actions) if action.kind != REDUCE]
+        for j, i in enumerate(computations):
+            received = _received_for(order, actions[i], no_gradient)
             if received is not None:
-                before[max(i - early, 0)].append(received)
+                before[computations[max(j - early, 0)]].append(received)
         ordered: list[Action] = []
         for action, receives in zip(actions, before, strict=True):
             ordered += [*receives, action]

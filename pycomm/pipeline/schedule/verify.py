@@ -1,8 +1,9 @@
 """Is an order a right one? Every computation once, in an order that cannot deadlock, within its memory.
 
 What an action needs: F of stage s needs F of stage s - 1; B or I of stage s needs F of stage s, and B or I of
-stage s + 1, of the same microbatch; W needs I. Sends never block and receives are matched by stage and
-microbatch, so an order can run if and only if these needs and the ranks' own orders have no cycle.
+stage s + 1, of the same microbatch; W needs I; REDUCE_GRAD, at most one of a stage, needs all of its
+backwards. Sends never block and receives are matched by stage and microbatch, so an order can run if and only
+if these needs and the ranks' own orders have no cycle.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from pycomm.pipeline.schedule.action import BACKWARDS, Action
+from pycomm.pipeline.schedule.action import BACKWARDS, REDUCE, Action
 from pycomm.pipeline.schedule.order import Order
 
 __all__ = ["live_activations", "needs", "sequence", "verify"]
@@ -19,6 +20,8 @@ __all__ = ["live_activations", "needs", "sequence", "verify"]
 def needs(order: Order, action: Action) -> list[tuple[Action, ...]]:
     """What must have ended before: of each tuple one action (a backward is whole, or its first half)."""
     stage, kind, k = action
+    if kind == REDUCE:
+        return [tuple(Action(stage, last, i) for last in "BW") for i in range(order.n_microbatches)]
     if kind == "F":
         return [(Action(stage - 1, "F", k),)] if stage > 0 else []
     if kind == "W":
@@ -64,7 +67,7 @@ def live_activations(order: Order, rank: int) -> list[int]:
     """How many (stage, microbatch) a rank keeps after each of its actions: from F to B, or to W."""
     curve, live = [], 0
     for action in order.actions[rank]:
-        live += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind] if order.has_backward else 0
+        live += {"F": 1, "B": -1, "W": -1, "I": 0, REDUCE: 0}[action.kind] if order.has_backward else 0
         curve.append(live)
     return curve
 
@@ -93,9 +96,14 @@ def verify(order: Order, max_live: int | None = None) -> None:
         for action in actions:
             if not 0 <= action.stage < order.n_stages or order.placement[action.stage] != rank:
                 raise ValueError(f"{order.name}: rank {rank} has {action}, but does not hold that stage")
-            if not 0 <= action.microbatch < order.n_microbatches:
+            if action.kind != REDUCE and not 0 <= action.microbatch < order.n_microbatches:
                 raise ValueError(f"{order.name}: {action}: there are {order.n_microbatches} microbatches")
     for stage in range(order.n_stages):
+        if counts[Action.reduce(stage)] > 1:
+            raise ValueError(
+                f"{order.name}: stage {stage}: expected one {REDUCE}, or none; there are "
+                f"{counts[Action.reduce(stage)]}"
+            )
         for k in range(order.n_microbatches):
             f, b, i, w = (counts[Action(stage, kind, k)] for kind in "FBIW")
             right = f == 1 and ((b, i, w) in ((1, 0, 0), (0, 1, 1)) if order.has_backward else True)
