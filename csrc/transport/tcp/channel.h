@@ -22,6 +22,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "base/status.h"
 #include "transport/tcp/handshake.h"
@@ -55,7 +56,7 @@ class Channel {
 
   int fd() const { return fd_; }
   bool encrypted() const { return writer_ != nullptr; }
-  const std::string& peer() const { return session_.peer; }  // "rank 3 (host b, pid 811)"
+  const std::string& peer() const { return peer_; }  // "rank 3 (host b, pid 811)"
   // Text written and read, and bytes given to and taken from the kernel. Any thread may ask.
   uint64_t n_written() const { return n_written_.load(std::memory_order_relaxed); }
   uint64_t n_read() const { return n_read_.load(std::memory_order_relaxed); }
@@ -72,7 +73,9 @@ class Channel {
   Status read_records(const iovec* parts, int n_parts, size_t* n_read);
 
   int fd_ = -1;
-  Session session_;
+  std::string peer_;
+  std::string route_;  // ", 10.0.0.1:4000 to 10.0.0.2:50001": for messages
+  Status write_failure_, read_failure_;
   std::unique_ptr<RecordWriter> writer_;
   std::unique_ptr<RecordReader> reader_;
   std::atomic<uint64_t> n_written_{0}, n_read_{0}, n_sent_{0}, n_received_{0};

@@ -44,7 +44,7 @@ struct Terms {
   uint64_t settings = 0;          // hash of all settings that must be equal
   bool encrypt = false;
   bool has_aes = false;          // this processor has AES instructions; set by Handshake itself
-  char who[64] = {};             // "host b, pid 811": for messages; UTF-8, ends with a zero
+  char who[64] = {};             // "host b, pid 811": for messages; printable ASCII, ends with a zero
   char settings_text[192] = {};  // the settings as a person writes them: for messages
 
   void set_who(const std::string& text);
@@ -83,7 +83,7 @@ class Handshake {
   Handshake& operator=(Handshake&&) = default;
 
   // Bytes to be sent now; sent(n) when the first n have gone. Empty: none.
-  std::span<const uint8_t> to_send() const;
+  std::span<const uint8_t> to_send();
   Status sent(size_t n_bytes);
   // Room for the bytes awaited now; received(n) when n have been put there. Empty: none.
   std::span<uint8_t> to_receive();
@@ -91,6 +91,7 @@ class Handshake {
   // The peer hung up, or the deadline passed: why, in words that fit the state.
   Status ended(int err);  // errno, or 0 for an orderly end
   Status expired();
+  Status failed_before();
 
   bool done() const { return state_ == State::kDone; }
   // Whether the peer has proved that it knows the secret. An error before that concerns a stranger, or a
@@ -105,11 +106,12 @@ class Handshake {
 
   static Status begin(bool initiator, const Secret& secret, const Terms& mine, std::string peer_name,
                       int64_t deadline_ns, Handshake* out);
+  std::span<uint8_t> message();
   Status on_hello();
   Status on_proof();
   void make_proof(uint8_t verdict);
-  void prove(bool by_initiator, const uint8_t* proof, uint8_t* mac) const;
-  void derive_keys();
+  std::array<uint8_t, 32> prove(bool by_initiator) const;
+  void finish();
   Status fail(Code code, const std::string& what);
   std::string peer_text() const;
 

@@ -60,6 +60,7 @@ class Listener {
   };
   Listener() = default;
   Status bind_and_listen(const Address& at, int backlog, int* err);
+  Status turn_away();
 
   int fd_ = -1;
   int spare_fd_ = -1;
