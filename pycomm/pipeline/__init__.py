@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pycomm.pipeline.checkpoint import is_recomputing
     from pycomm.pipeline.layers import LayerSpec, Plan, TiedLayerSpec, plan
     from pycomm.pipeline.schedules import (
         PipelineSchedule,
@@ -54,6 +55,7 @@ __all__ = [
     "SplitPoint",
     "TiedLayerSpec",
     "get_schedule_class",
+    "is_recomputing",
     "pipe_split",
     "pipeline",
     "plan",
@@ -63,6 +65,7 @@ __all__ = [
 
 # torch is imported with the first name that needs it: the command line has schedules without it.
 _LATER = {
+    "is_recomputing": "pycomm.pipeline.checkpoint",
     "LayerSpec": "pycomm.pipeline.layers",
     "Plan": "pycomm.pipeline.layers",
     "TiedLayerSpec": "pycomm.pipeline.layers",

@@ -219,6 +219,7 @@ class Step:
             ready = time.monotonic()
             self._forward(stage, k, args, skips)
             return ready
+        stage.recompute(k)
         gradients: list[Tensor | None] = []
         if not stage.is_last:
             gradients += self._take_gradients(number, number + 1, k, "")

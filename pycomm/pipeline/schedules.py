@@ -109,6 +109,8 @@ class PipelineSchedule:
         self._comm = communicator_of(mine[0].group, who="PipelineStage: group")
         self._stages = {stage.stage_index: stage for stage in mine}
         self._n_microbatches = n_microbatches
+        for stage in mine:
+            stage.n_microbatches = n_microbatches
         self._order = self._build(n_stages, n_microbatches) if order is None else order
         verify(self._order)
         self._check_stages(mine, n_stages)

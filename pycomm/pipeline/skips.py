@@ -23,7 +23,7 @@ import contextvars
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Skips", "pop", "stash"]
+__all__ = ["Skips", "current", "pop", "serving", "stash"]
 
 
 class Skips:
@@ -44,6 +44,11 @@ _current: contextvars.ContextVar[Skips | None] = contextvars.ContextVar("pycomm.
 _alone: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
     "pycomm.pipeline.alone", default=None
 )
+
+
+def current() -> Skips | None:
+    """What stash and pop mean now; None outside of a schedule."""
+    return _current.get()
 
 
 @contextlib.contextmanager
@@ -71,14 +76,14 @@ def stash(name: str, value: Any) -> None:
         >>> pop("x")
         3
     """
-    current = _current.get()
-    if current is not None:
-        held = current.outgoing
+    now = _current.get()
+    if now is not None:
+        held = now.outgoing
     else:
         held = _alone.get() or {}
         _alone.set(held)
     if name in held:
-        where = current.where if current is not None else "outside of a schedule"
+        where = now.where if now is not None else "outside of a schedule"
         raise RuntimeError(f"stash({name!r}) {where}: a value of that name is there already")
     held[name] = value
 
@@ -89,10 +94,10 @@ def pop(name: str) -> Any:
     Raises:
         RuntimeError: there is none; the schedule's ``skips`` must name this stage as its end.
     """
-    current = _current.get()
-    held = current.incoming if current is not None else _alone.get() or {}
+    now = _current.get()
+    held = now.incoming if now is not None else _alone.get() or {}
     if name not in held:
-        where = current.where if current is not None else "outside of a schedule"
+        where = now.where if now is not None else "outside of a schedule"
         raise RuntimeError(
             f"pop({name!r}) {where}: nothing of that name comes here; there are {sorted(held)}"
         )

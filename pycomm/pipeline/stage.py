@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pycomm.pipeline.backward import HalfDone, backward_input, backward_weight
+from pycomm.pipeline.checkpoint import Checkpointing, Frame
 from pycomm.pipeline.messages import leaves, replace_leaves
 from pycomm.pipeline.skips import Skips, serving
 
@@ -23,6 +24,7 @@ class _Kept:
     inputs: list[Tensor]  # those that require a gradient
     outputs: list[Tensor]  # likewise
     has_loss: bool  # it is the only output
+    frame: Frame | None = None  # computes the whole forward again
     half: HalfDone | None = None
 
 
@@ -40,9 +42,16 @@ class PipelineStage:
         input_args, output_args: accepted as torch's, and not needed: shapes travel with the messages.
         group: the ranks of the pipeline: a Communicator, a torch process group, a DeviceMesh with one
             dimension, or None for all ranks.
+        checkpoint: of which microbatches the activations are computed again in the backward and not kept:
+            "always", "except_last" (as their backward follows at once under GPipe), "never"; None: "never",
+            or "always" where one of the next two is given.
+        checkpoint_modules: which modules of the stage: a regular expression found in their names, or a
+            predicate of name and module; None: the whole stage, with the loss.
+        checkpoint_policy: as torch.utils.checkpoint.create_selective_checkpoint_contexts takes it: which
+            operations' results are kept all the same.
 
     Raises:
-        ValueError: an index that is none, or a device without engine.
+        ValueError: an index that is none, a device without engine, or a checkpoint that is none.
 
     Example:
         >>> stage = PipelineStage(nn.Linear(2, 2), 0, 1, "cpu")
@@ -59,6 +68,10 @@ class PipelineStage:
         input_args: Any = None,
         output_args: Any = None,
         group: Any = None,
+        *,
+        checkpoint: str | None = None,
+        checkpoint_modules: str | Callable[[str, nn.Module], bool] | None = None,
+        checkpoint_policy: Any = None,
     ) -> None:
         if not 0 <= stage_index < num_stages:
             raise ValueError(f"stage_index must be in [0, {num_stages}), got {stage_index}")
@@ -69,6 +82,10 @@ class PipelineStage:
         self.num_stages = num_stages
         self.device = torch.device(device)
         self.group = group
+        self.n_microbatches: int | None = None  # of its schedule
+        self._checkpointing = Checkpointing(
+            submodule, checkpoint, checkpoint_modules, checkpoint_policy, f"stage {stage_index}"
+        )
         self.skips: dict[str, tuple[int, int]] = {}  # of a traced model: its schedule's, too
         self.tied: tuple[tuple[tuple[int, str], ...], ...] = ()
         self._kept: dict[int, _Kept] = {}
@@ -106,15 +123,32 @@ class PipelineStage:
             The output, and the loss (or None).
         """
         popped = leaves(skips.incoming)
-        with torch.set_grad_enabled(keep), serving(skips):
+
+        def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             output = self.submod(*args, **kwargs)
-            loss = then(output) if then is not None else None
+            return output, then(output) if then is not None else None
+
+        frame = None
+        with torch.set_grad_enabled(keep), serving(skips):
+            if keep:
+                n = self.n_microbatches
+                is_last = n is not None and microbatch % n == n - 1
+                (output, loss), frame = self._checkpointing.forward(call, args, kwargs, microbatch, is_last)
+            else:
+                output, loss = call(*args, **kwargs)
         if keep:
             inputs = [] if self.is_first else leaves(args)
             ends = [*([loss] if loss is not None else leaves(output)), *leaves(skips.outgoing)]
             inputs, ends = ([t for t in some if t.requires_grad] for some in ([*inputs, *popped], ends))
-            self._kept[microbatch] = _Kept(inputs, ends, loss is not None and loss.requires_grad)
+            self._kept[microbatch] = _Kept(inputs, ends, loss is not None and loss.requires_grad, frame)
         return output, loss
+
+    def recompute(self, microbatch: int) -> None:
+        """Computes a microbatch's forward again, if its backward will: while its gradient is on the way."""
+        kept = self._kept[microbatch]
+        if kept.frame is not None and kept.outputs:
+            kept.frame.recompute()
+            kept.frame = None
 
     def backward(self, microbatch: int, gradients: list[Tensor | None], half: bool) -> list[Tensor | None]:
         """The backward of a microbatch, or its first half.
