@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pycomm.pipeline.replicas import wrappers_of
 from pycomm.pipeline.runtime import Inputs, Loss, Step
 from pycomm.pipeline.schedule.action import Action
 from pycomm.pipeline.schedule.one_f_one_b import pipedream_2bw, two_bw_steps
@@ -113,9 +114,9 @@ class SchedulePipeDream2BW(PipelineSchedule):
       ``state_dict`` without it has the newest weights, and the last batch is lost.
     * ``eval`` computes with the newest weights, at any time.
     * A ``state_dict`` refers to the weights of now; they move in the next step: save or copy it at once.
-    * Data parallelism: average ``.grad`` between ``step`` and ``optimizer.step``; hooks of parameters, which
-      DistributedDataParallel needs, are refused. ``loss_on_all_ranks`` makes all ranks wait for the last
-      one's loss in every step.
+    * A stage in DistributedDataParallel: what ``step`` adds to ``.grad`` is averaged over the replicas. Other
+      hooks of parameters are refused.
+    * ``loss_on_all_ranks`` makes all ranks wait for the last one's loss in every step.
 
     Args:
         stages, n_microbatches, others: as of PipelineSchedule, without ``order``; one stage on a rank, and
@@ -151,10 +152,11 @@ class SchedulePipeDream2BW(PipelineSchedule):
         self._listed: dict[int, list[Action]] = {}
         for number, stage in self._stages.items():
             for name, parameter in stage.submod.named_parameters():
-                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+                if hooks and not wrappers_of(stage.submod):
                     raise ValueError(
-                        f"PipeDream2BW: parameter {name!r} of stage {number} has hooks (of a data-parallel "
-                        "wrapper?), which would not be called; average .grad after step instead"
+                        f"PipeDream2BW: parameter {name!r} of stage {number} has hooks, which would not be "
+                        "called: a step's gradients are of copies; change .grad after step instead"
                     )
         self._versions = _Versions([stage.submod for stage in self._stages.values()])
         self._begin()
@@ -209,24 +211,33 @@ class SchedulePipeDream2BW(PipelineSchedule):
         actions = self._listed.setdefault(id(order), [])
         if not actions:
             actions += with_transfers(order)[self._comm.rank]
-        self._under_way.spans = []
+        step = self._under_way
+        step.spans = []
         try:
-            self._runtime.perform(
-                self._under_way,
-                actions,
-                lambda action: self._versions.use(action.microbatch // self._n_microbatches),
-            )
-            late, self._late = self._late, self._runtime.post.sent()
-            for work in late:
-                work.wait()
+            with step.replicas.step(closes is not None):
+                self._runtime.perform(step, actions, self._under)
+                late, self._late = self._late, self._runtime.post.sent()
+                for work in late:
+                    work.wait()
+                if closes is not None:
+                    self._close(closes, step)
         except BaseException:
+            for tie in self._ties:
+                tie.undo()
             self._versions.forget()
             self._begin()
             raise
-        if closes is not None:
-            for tie in self._ties:
-                tie.begin()
-            self._versions.close(closes)
-            for tie in self._ties:
-                tie.end()
+        for tie in self._ties if closes is not None else ():
+            tie.end()
         self._versions.part()
+
+    def _under(self, action: Action) -> contextlib.AbstractContextManager[None]:
+        return self._versions.use(action.microbatch // self._n_microbatches)
+
+    def _close(self, batch: int, step: Step) -> None:
+        """A batch's gradients are complete: they become the parameters', and are averaged over replicas."""
+        for tie in self._ties:
+            tie.begin()
+        self._versions.close(batch)
+        for number in step.replicas.stages:
+            step.replicas.reduce(number)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import pycomm
 from pycomm.pipeline import PipelineStage, Schedule1F1B, SchedulePipeDream2BW, get_schedule_class, pop, stash
 from pycomm.pipeline.schedule.one_f_one_b import pipedream_2bw, two_bw_steps
 from pycomm.pipeline.schedule.order import Order
@@ -239,6 +240,43 @@ def resuming(rank, size):
 
 def test_resuming_from_a_flush_is_continuing():
     run_ranks(3, resuming)
+
+
+def replicated(rank, size):
+    """Two pipelines of two ranks: the delayed update of the whole batch."""
+    comm = pycomm.init()
+    pipe, replicas = comm.split(rank % 2), comm.split(rank // 2)
+    whole = blocks(2)
+    part = copy.deepcopy(whole)[pipe.rank]
+    reference = OneProcess(whole, OPTIMIZERS["momentum"](whole.parameters()))
+    optimizer = OPTIMIZERS["momentum"](part.parameters())
+    wrapped = pycomm.DistributedDataParallel(part, communicator=replicas)
+    schedule = SchedulePipeDream2BW(
+        PipelineStage(wrapped, pipe.rank, 2, group=pipe),
+        3,
+        loss_fn=loss_fn,
+        count=lambda t: t.numel(),
+        count_group=replicas,
+        skips={"x": (0, 1)},
+        tied=[[(0, "module.weight"), (1, "module.weight")]],
+    )
+    for t in range(5):
+        ids, target = batch_of(t)
+        schedule.step(ids.chunk(2)[replicas.rank], target=target.chunk(2)[replicas.rank])
+        reference.step(ids, target)
+        optimizer.step()
+        optimizer.zero_grad()
+        for p, q in zip(part.parameters(), whole[pipe.rank].parameters(), strict=True):
+            torch.testing.assert_close(p, q, atol=ATOL, rtol=0)
+    schedule.flush()
+    optimizer.step()
+    reference.update()
+    for p, q in zip(part.parameters(), whole[pipe.rank].parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=ATOL, rtol=0)
+
+
+def test_replicas_are_averaged():
+    run_ranks(4, replicated)
 
 
 class Sleeps(torch.autograd.Function):
