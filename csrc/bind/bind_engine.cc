@@ -104,7 +104,10 @@ py::object point_to_point(PyCommunicator& self, bool is_send, py::object tensor,
   auto work = is_send ? p2p.send(peer, tag, view.dtype, view.data, n_bytes, limit)
                       : p2p.recv(peer, tag, view.dtype, view.data, n_bytes, limit);
   if (async_op) {
-    if (!work->done()) p2p.in_background();
+    if (!work->done()) {
+      work->set_communicator(self.comm, true);
+      p2p.in_background();
+    }
     return py::cast(work);
   }
   GilHooks hooks;

@@ -1,6 +1,7 @@
 #include "engine/p2p.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <new>
 #include <system_error>
@@ -53,6 +54,8 @@ std::shared_ptr<Work> PointToPoint::send(int peer, int tag, DType dtype, const v
   outbound_[peer].push_back(
       {tag, dtype, static_cast<const std::byte*>(data), n_bytes, 0, false, monotonic_s() + timeout_s, work});
   active_++;
+  sending_++;
+  calls_.fetch_add(1, std::memory_order_relaxed);
   progress();
   return work;
 }
@@ -67,6 +70,7 @@ std::shared_ptr<Work> PointToPoint::recv(int peer, int tag, DType dtype, void* d
     return work;
   }
   active_++;
+  calls_.fetch_add(1, std::memory_order_relaxed);
   const auto arrival = mailbox_.take(
       {peer, tag, dtype, static_cast<std::byte*>(data), n_bytes, monotonic_s() + timeout_s, work});
   if (arrival != nullptr && arrival->whole()) complete(*arrival);
@@ -100,6 +104,7 @@ bool PointToPoint::push(int to) {
     pipes_.ring(to);
     if (m.sent == m.n_bytes) {
       active_--;
+      sending_--;
       m.work->finish(Status());
       queue.pop_front();
     }
@@ -146,7 +151,7 @@ void PointToPoint::fail_all(const Status& status) {
     queue.clear();
   }
   mailbox_.fail_all(status);
-  active_ = 0;
+  active_ = sending_ = 0;
 }
 
 // Looks at every slice whether the transfer has become hopeless: the bell tells only of cells.
@@ -168,28 +173,45 @@ class PointToPoint::Finisher final : public WaitClient {
   CallerHooks* hooks_;
 };
 
-Status PointToPoint::finish(const std::shared_ptr<Work>& work, CallerHooks* hooks) {
+Status PointToPoint::await(const Work& work, CallerHooks* hooks) {
   Control& own = group_.own();
   Finisher finisher(*this, hooks);
-  for (;;) {
+  callers_.fetch_add(1, std::memory_order_relaxed);
+  calls_.fetch_add(1, std::memory_order_relaxed);
+  Status interrupted;
+  while (interrupted.ok()) {
     const uint64_t seen = own.bell.word.load(std::memory_order_acquire);
     {
       std::lock_guard lock(mutex_);
       progress();
       expire();
     }
-    if (work->done()) return work->result();
-    Status s = wait(
-        own.bell.word, Half::kLow, own.bell_sleepers, [&](uint64_t w) { return w != seen || work->done(); },
+    if (work.done()) break;
+    interrupted = wait(
+        own.bell.word, Half::kLow, own.bell_sleepers, [&](uint64_t w) { return w != seen || work.done(); },
         group_.policy(), finisher, -1);
-    if (s.ok()) continue;
-    // Ctrl-C. Part of the message may have moved, and its tensor is about to go: nothing can be saved.
-    std::lock_guard lock(mutex_);
-    const Status failure = Status::error(Code::kClosed, "send/recv was interrupted (Ctrl-C)");
-    group_.fail(failure);
-    fail_all(failure);
-    return s;
   }
+  callers_.fetch_sub(1, std::memory_order_relaxed);
+  return interrupted.ok() ? work.result() : std::move(interrupted);
+}
+
+Status PointToPoint::finish(const std::shared_ptr<Work>& work, CallerHooks* hooks) {
+  Status s = await(*work, hooks);
+  if (s.code() != Code::kInterrupt) return s;
+  // Part of the message may have moved, and its tensor is about to go: nothing can be saved.
+  std::lock_guard lock(mutex_);
+  const Status failure = Status::error(Code::kClosed, "send/recv was interrupted (Ctrl-C)");
+  group_.fail(failure);
+  fail_all(failure);
+  return s;
+}
+
+void PointToPoint::hurry() {
+  {
+    std::lock_guard lock(mutex_);
+    calls_seen_ = calls_.load(std::memory_order_relaxed);
+  }
+  cv_.notify_all();
 }
 
 // The first pending transfer that is past its deadline or whose peer is gone, as an error that names the
@@ -237,17 +259,37 @@ void PointToPoint::in_background() {
     group_.fail(failure);
     fail_all(failure);
   }
-  cv_.notify_all();
+  if (sending_ > 0 || !watching_) cv_.notify_all();
+}
+
+// Waits until the thread is needed; false: it shall end.
+bool PointToPoint::stand_aside(std::unique_lock<std::mutex>& lock) {
+  int n_quiet = 0;  // looks since the last call
+  while (!stop_) {
+    const bool is_wanted = background_ && active_ > 0;
+    const uint64_t calls = calls_.load(std::memory_order_relaxed);
+    const bool is_alone = callers_.load(std::memory_order_relaxed) == 0;
+    const bool is_quiet = is_alone && calls == calls_seen_;
+    if (is_wanted && (is_quiet || (is_alone && sending_ > 0))) return true;
+    n_quiet = is_quiet ? n_quiet + 1 : 0;
+    calls_seen_ = calls;
+    watching_ = is_wanted || n_quiet < kStandByS / kStandAsideS;
+    if (watching_)
+      cv_.wait_for(lock, std::chrono::duration<double>(kStandAsideS));
+    else
+      cv_.wait(lock, [this] { return stop_ || (background_ && active_ > 0); });
+  }
+  return false;
 }
 
 void PointToPoint::serve() {
   Control& own = group_.own();
   for (;;) {
-    const uint64_t seen = own.bell.word.load(std::memory_order_seq_cst);
+    uint64_t seen = 0;
     {
       std::unique_lock lock(mutex_);
-      cv_.wait(lock, [this] { return stop_ || (background_ && active_ > 0); });
-      if (stop_) return;
+      if (!stand_aside(lock)) return;
+      seen = own.bell.word.load(std::memory_order_seq_cst);
       if (progress()) continue;
       expire();
       if (active_ == 0) {

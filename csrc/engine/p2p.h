@@ -5,11 +5,14 @@
 // drained into memory of the receiver, so that two large sends with tags in the other order, or isend and
 // irecv on both sides, cannot deadlock, and copied out when the recv comes.
 //
-// Transfers progress independently of collectives: in the blocking call that waits, and in a progress thread
-// that is started by the first isend or irecv that cannot finish at once. Thread-safe.
-// Cost: each byte is copied twice, in cells that stay in cache.
+// Transfers progress independently of collectives: in every call, in whoever waits, and in a progress thread
+// that is started by the first isend or irecv that cannot finish at once. The thread stands aside while
+// callers come and wait, who do all of its work (two threads that wake for each message cost more than the
+// message); it takes over when none has come for kStandAsideS, at once when a send has not found room.
+// Thread-safe. Cost: each byte is copied twice, in cells that stay in cache.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -22,6 +25,10 @@
 
 namespace pycomm {
 
+inline constexpr double kStandAsideS = 200e-6;
+// How long after the last call it looks that often, so that the next one needs not wake it.
+inline constexpr double kStandByS = 20e-3;
+
 class PointToPoint {
  public:
   explicit PointToPoint(Group& group);
@@ -31,8 +38,12 @@ class PointToPoint {
   std::shared_ptr<Work> send(int peer, int tag, DType dtype, const void* data, size_t n_bytes,
                              double timeout_s);
   std::shared_ptr<Work> recv(int peer, int tag, DType dtype, void* data, size_t n_bytes, double timeout_s);
-  // Blocks until the work is done, moving data itself.
+  // Blocks until the work of a blocking call is done, moving data itself.
   Status finish(const std::shared_ptr<Work>& work, CallerHooks* hooks);
+  // Likewise for an asynchronous one, which goes on after Ctrl-C (kInterrupt).
+  Status await(const Work& work, CallerHooks* hooks);
+  // Has the thread take over at once: nobody comes to wait.
+  void hurry();
   // Lets the progress thread take care of what is pending.
   void in_background();
   void stop();
@@ -59,6 +70,7 @@ class PointToPoint {
   void expire();
   void fail_all(const Status& status);
   void serve();
+  bool stand_aside(std::unique_lock<std::mutex>& lock);
 
   Group& group_;
   std::mutex mutex_;
@@ -67,8 +79,13 @@ class PointToPoint {
   Mailbox mailbox_;
   std::vector<std::deque<Message>> outbound_;  // to each rank
   int active_ = 0;                             // pending transfers
+  int sending_ = 0;                            // of them: sends
   double expired_at_s_ = 0;
   bool background_ = false;
+  bool watching_ = false;           // the thread will look by itself, within kStandAsideS
+  uint64_t calls_seen_ = 0;         // by the thread
+  std::atomic<uint64_t> calls_{0};  // so far, of send, recv and finish
+  std::atomic<int> callers_{0};     // in finish
   bool stop_ = false;
   bool ended_ = false;  // all transfers were failed, and no cell is touched any more
   std::thread thread_;

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "engine/communicator.h"
+#include "engine/p2p.h"
 
 namespace pycomm {
 
@@ -62,7 +63,9 @@ Status Work::wait(double timeout_s, CallerHooks* hooks, bool* finished) {
   }
   if (const auto communicator = communicator_.lock()) {
     if (timeout_s >= 0)  // shorter, it may be, than the call
-      communicator->hurry();
+      hurry();
+    else if (is_transfer_)
+      return communicator->p2p().await(*this, hooks);
     else if (Status s; communicator->run_here(*this, hooks, &s))
       return s;
   }
@@ -95,9 +98,18 @@ void Work::announce(std::shared_ptr<Completions> completions, uint64_t id) {
   }
   if (completions != nullptr) {
     completions->push(id);
-  } else if (const auto communicator = communicator_.lock()) {
-    communicator->hurry();  // nobody needs to wait for it
+  } else {
+    hurry();  // nobody needs to wait for it
   }
+}
+
+void Work::hurry() const {
+  const auto communicator = communicator_.lock();
+  if (communicator == nullptr) return;
+  if (is_transfer_)
+    communicator->p2p().hurry();
+  else
+    communicator->hurry();
 }
 
 }  // namespace pycomm

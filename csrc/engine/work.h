@@ -2,8 +2,8 @@
 //
 // A Work ends once, well or badly. Any number of threads may wait for it; a listener that must not block on
 // one of many (Python's thread that completes Futures) has each announced to its Completions instead. Who
-// waits for a small call that nobody has begun runs it (Communicator::run_here): two switches of threads cost
-// more than the call.
+// waits for a small call that nobody has begun runs it (Communicator::run_here), and who waits for a transfer
+// moves its data (PointToPoint::await): two switches of threads cost more than the call.
 #pragma once
 
 #include <atomic>
@@ -38,8 +38,11 @@ class Work {
  public:
   void finish(Status status);
   bool done() const { return done_.load(std::memory_order_acquire); }
-  // Of whose queue it is; before the work is shown to anybody.
-  void set_communicator(std::weak_ptr<Communicator> communicator) { communicator_ = std::move(communicator); }
+  // Of whose queue it is, or (send, recv) whose transfer; before the work is shown to anybody.
+  void set_communicator(std::weak_ptr<Communicator> communicator, bool is_transfer = false) {
+    communicator_ = std::move(communicator);
+    is_transfer_ = is_transfer;
+  }
   // Waits at most timeout_s (negative: for ever); false when the time is over. `hooks` as in Engine::run.
   // In a forked child a work of its parent's that has not ended is an error: nobody will end it there.
   Status wait(double timeout_s, CallerHooks* hooks, bool* finished);
@@ -49,10 +52,12 @@ class Work {
   int source = -1;  // recv: who sent
 
  private:
+  void hurry() const;
   bool forked() const { return fork_generation_ != Node::current_fork_generation(); }
 
   std::atomic<bool> done_{false};
   std::weak_ptr<Communicator> communicator_;
+  bool is_transfer_ = false;
   const uint64_t fork_generation_ = Node::current_fork_generation();
   mutable std::mutex mutex_;
   std::condition_variable cv_;

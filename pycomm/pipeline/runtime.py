@@ -56,7 +56,8 @@ class Runtime:
         self.stages = stages
         self.skips = skips
         self.post = Post(comm, n_stages, sorted(skips))
-        self.spans: list[Span] = []
+        self.spans: list[Span] = []  # of the last step
+        self.order: Order | None = None  # of it
         self._actions: dict[int, tuple[Order, list[Action]]] = {}  # by id; the order keeps its id taken
 
     def _actions_of(self, order: Order) -> list[Action]:
@@ -93,7 +94,7 @@ class Runtime:
             actions: in order.
             under: makes the context in which an action is done; who gives one waits for the sends itself.
         """
-        self.spans = step.spans
+        self.spans, self.order = step.spans, step._order
         try:
             for action in actions:
                 with under(action) if under is not None else contextlib.nullcontext():

@@ -13,19 +13,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pycomm.ddp.agree import check_agreement
-from pycomm.pipeline import microbatches
+from pycomm.pipeline import microbatches, timeline
 from pycomm.pipeline.messages import leaves
 from pycomm.pipeline.replicas import with_replicas
 from pycomm.pipeline.runtime import Inputs, Loss, Runtime
 from pycomm.pipeline.schedule.catalog import CATALOG, build
 from pycomm.pipeline.schedule.gpipe import forward_only
+from pycomm.pipeline.schedule.measured import Measured
 from pycomm.pipeline.schedule.order import Order
+from pycomm.pipeline.schedule.simulate import Timeline
 from pycomm.pipeline.schedule.verify import verify
 from pycomm.pipeline.stage import PipelineStage
 from pycomm.pipeline.ties import Tie
@@ -171,6 +174,35 @@ class PipelineSchedule:
         Reductions of other ranks' stages are known after the first step.
         """
         return self._order
+
+    def timeline(self) -> Timeline:
+        """What every rank computed when in the last step or eval, in seconds. Collective.
+
+        Returns:
+            The same on every rank; :func:`pycomm.pipeline.schedule.picture.draw` draws it.
+
+        Raises:
+            RuntimeError: nothing has run yet.
+        """
+        if self._runtime.order is None:
+            raise RuntimeError(
+                f"{self._order.name}: timeline() is of the last step: call step or eval before"
+            )
+        return timeline.gather(self._comm, self._runtime.order, self._runtime.spans)
+
+    def save_measured(self, path: str | Path) -> Measured:
+        """Writes what the last step's actions took, for ``pycomm pipeline simulate --measured``. Collective.
+
+        Args:
+            path: of the JSON file, which rank 0 writes.
+
+        Raises:
+            RuntimeError: nothing has run yet.
+            OSError: on every rank, that rank 0 could not write.
+        """
+        measured = Measured.of(self.timeline())
+        timeline.save(measured, path, self._comm)
+        return measured
 
     @property
     def _has_first(self) -> bool:
