@@ -191,7 +191,11 @@ Status PointToPoint::await(const Work& work, CallerHooks* hooks) {
         own.bell.word, Half::kLow, own.bell_sleepers, [&](uint64_t w) { return w != seen || work.done(); },
         group_.policy(), finisher, -1);
   }
-  callers_.fetch_sub(1, std::memory_order_relaxed);
+  callers_.fetch_sub(1);
+  if (resting_.load()) {
+    std::lock_guard lock(mutex_);
+    cv_.notify_all();
+  }
   return interrupted.ok() ? work.result() : std::move(interrupted);
 }
 
@@ -259,25 +263,25 @@ void PointToPoint::in_background() {
     group_.fail(failure);
     fail_all(failure);
   }
-  if (sending_ > 0 || !watching_) cv_.notify_all();
+  if (sending_ > 0 || resting_) cv_.notify_all();
 }
 
 // Waits until the thread is needed; false: it shall end.
 bool PointToPoint::stand_aside(std::unique_lock<std::mutex>& lock) {
-  int n_quiet = 0;  // looks since the last call
+  int n_quiet = 0;  // looks since the last call came
   while (!stop_) {
-    const bool is_wanted = background_ && active_ > 0;
+    const bool is_needed = background_ && active_ > 0 && callers_.load() == 0;
     const uint64_t calls = calls_.load(std::memory_order_relaxed);
-    const bool is_alone = callers_.load(std::memory_order_relaxed) == 0;
-    const bool is_quiet = is_alone && calls == calls_seen_;
-    if (is_wanted && (is_quiet || (is_alone && sending_ > 0))) return true;
-    n_quiet = is_quiet ? n_quiet + 1 : 0;
+    if (is_needed && (calls == calls_seen_ || sending_ > 0)) return true;
+    n_quiet = calls == calls_seen_ ? n_quiet + 1 : 0;
     calls_seen_ = calls;
-    watching_ = is_wanted || n_quiet < kStandByS / kStandAsideS;
-    if (watching_)
+    if (is_needed || n_quiet < kStandByS / kStandAsideS) {
       cv_.wait_for(lock, std::chrono::duration<double>(kStandAsideS));
-    else
-      cv_.wait(lock, [this] { return stop_ || (background_ && active_ > 0); });
+      continue;
+    }
+    resting_ = true;  // before the look at callers_, as they count themselves out before they look at it
+    cv_.wait(lock, [this] { return stop_ || (background_ && active_ > 0 && callers_.load() == 0); });
+    resting_ = false;
   }
   return false;
 }

@@ -26,7 +26,7 @@
 namespace pycomm {
 
 inline constexpr double kStandAsideS = 200e-6;
-// How long after the last call it looks that often, so that the next one needs not wake it.
+// How long after the last call came it looks that often, so that the next one needs not wake it.
 inline constexpr double kStandByS = 20e-3;
 
 class PointToPoint {
@@ -82,10 +82,10 @@ class PointToPoint {
   int sending_ = 0;                            // of them: sends
   double expired_at_s_ = 0;
   bool background_ = false;
-  bool watching_ = false;           // the thread will look by itself, within kStandAsideS
-  uint64_t calls_seen_ = 0;         // by the thread
-  std::atomic<uint64_t> calls_{0};  // so far, of send, recv and finish
-  std::atomic<int> callers_{0};     // in finish
+  std::atomic<bool> resting_{false};  // the thread looks only when it is told to, not every kStandAsideS
+  uint64_t calls_seen_ = 0;           // by the thread
+  std::atomic<uint64_t> calls_{0};    // so far, of send, recv and finish
+  std::atomic<int> callers_{0};       // in finish
   bool stop_ = false;
   bool ended_ = false;  // all transfers were failed, and no cell is touched any more
   std::thread thread_;
