@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pycomm.pipeline.batch_norm import convert_deferred_batch_norm
     from pycomm.pipeline.checkpoint import is_recomputing
     from pycomm.pipeline.layers import LayerSpec, Plan, TiedLayerSpec, plan
     from pycomm.pipeline.schedules import (
@@ -54,6 +55,7 @@ __all__ = [
     "ScheduleZeroBubbleH2",
     "SplitPoint",
     "TiedLayerSpec",
+    "convert_deferred_batch_norm",
     "get_schedule_class",
     "is_recomputing",
     "pipe_split",
@@ -65,6 +67,7 @@ __all__ = [
 
 # torch is imported with the first name that needs it: the command line has schedules without it.
 _LATER = {
+    "convert_deferred_batch_norm": "pycomm.pipeline.batch_norm",
     "is_recomputing": "pycomm.pipeline.checkpoint",
     "LayerSpec": "pycomm.pipeline.layers",
     "Plan": "pycomm.pipeline.layers",

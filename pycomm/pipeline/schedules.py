@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pycomm.ddp.agree import check_agreement
 from pycomm.pipeline import microbatches, timeline
+from pycomm.pipeline.batch_norm import deferred_norms, deferring
 from pycomm.pipeline.messages import leaves
 from pycomm.pipeline.replicas import with_replicas
 from pycomm.pipeline.runtime import Inputs, Loss, Runtime
@@ -112,6 +113,7 @@ class PipelineSchedule:
         self._comm = communicator_of(mine[0].group, who="PipelineStage: group")
         self._stages = {stage.stage_index: stage for stage in mine}
         self._n_microbatches = n_microbatches
+        self._norms = deferred_norms(stage.submod for stage in mine)
         for stage in mine:
             stage.n_microbatches = n_microbatches
         self._order = self._build(n_stages, n_microbatches) if order is None else order
@@ -232,7 +234,8 @@ class PipelineSchedule:
         self._agree()
         loss = self._loss_of(target) if self._has_last else None
         inputs = self._inputs(args, kwargs)
-        outputs, made = self._train(inputs, loss)
+        with deferring(self._norms):
+            outputs, made = self._train(inputs, loss)
         if not self._has_last:
             self._set_loss(None)
             return None
@@ -261,7 +264,8 @@ class PipelineSchedule:
         loss = None
         if self._has_last and self._loss_fn is not None and target is not None:
             loss = self._loss_of(target)
-        outputs, made = self._runtime.run(self._forwards, self._inputs(args, kwargs), loss)
+        with deferring(self._norms):
+            outputs, made = self._runtime.run(self._forwards, self._inputs(args, kwargs), loss)
         if not self._has_last:
             return None
         if loss is not None:
