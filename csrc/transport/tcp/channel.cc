@@ -153,7 +153,6 @@ bool Channel::unsent() const { return writer_ != nullptr && !writer_->pending().
 
 bool Channel::has_buffered() const { return reader_ != nullptr && reader_->has_some(); }
 
-// What has been taken before a failure is reported as taken; the failure is told by the next call.
 Status Channel::write_records(const iovec* parts, int n_parts, size_t* n_written) {
   PYCOMM_RETURN_IF_ERROR(flush());
   size_t skip = 0;  // of parts[0]
@@ -177,11 +176,12 @@ Status Channel::write_records(const iovec* parts, int n_parts, size_t* n_written
       skip -= parts[0].iov_len;
       parts++, n_parts--;
     }
-    if (!flush().ok()) break;
+    PYCOMM_RETURN_IF_ERROR(flush());
   }
   return Status();
 }
 
+// What was read before a failure is delivered; the next call tells the failure.
 Status Channel::read_records(const iovec* parts, int n_parts, size_t* n_read) {
   size_t skip = 0;  // of parts[0]
   while (n_parts > 0) {
