@@ -25,6 +25,7 @@ from pycomm.pipeline.schedule.action import REDUCE, Action
 from pycomm.pipeline.schedule.order import Order
 from pycomm.pipeline.schedule.simulate import Span
 from pycomm.pipeline.schedule.transfers import with_transfers
+from pycomm.pipeline.schedule.verify_transfers import verify_transfers
 from pycomm.pipeline.skips import Skips
 from pycomm.pipeline.stage import PipelineStage, as_leaves
 
@@ -63,7 +64,9 @@ class Runtime:
     def _actions_of(self, order: Order) -> list[Action]:
         """This rank's, made once for each order."""
         if id(order) not in self._actions:
-            self._actions[id(order)] = order, with_transfers(order)[self.comm.rank]
+            lists = with_transfers(order)
+            verify_transfers(order, lists)
+            self._actions[id(order)] = order, lists[self.comm.rank]
         return self._actions[id(order)][1]
 
     def run(self, order: Order, inputs: Inputs, loss: Loss | None) -> tuple[list[Any], list[Tensor | None]]:

@@ -32,6 +32,9 @@ class Entry:
         build: of p, v and m.
         stages_per_rank: the only v that it can, None for any.
         peak: of p, v, m and a rank: the most activations (stage, microbatch) that the rank keeps.
+        idle: of p, v, m, F, I and W (of all of a rank's stages, for one microbatch): how long every rank does
+            not compute in a step. Exact where m >= 2 p; where F = I = W for DualPipeV, and for ZBVZeroBubble,
+            which may also need up to F more.
         summary: one line.
     """
 
@@ -39,7 +42,16 @@ class Entry:
     build: Callable[[int, int, int], Order]
     stages_per_rank: int | None
     peak: Callable[[int, int, int, int], int]
+    idle: Callable[[int, int, int, float, float, float], float]
     summary: str
+
+
+def _idle_flushed(p: int, v: int, m: int, f: float, i: float, w: float) -> float:
+    return (p - 1 + (v - 1) * max(0, p - m)) * (f + i + w) / v
+
+
+def _idle_late_weights(p: int, v: int, m: int, f: float, i: float, w: float) -> float:
+    return (p - 1) * (f + i - min(i, w)) / v
 
 
 def _ahead(p: int, v: int, m: int, rank: int) -> int:
@@ -50,12 +62,20 @@ def _ahead(p: int, v: int, m: int, rank: int) -> int:
 CATALOG = {
     entry.name: entry
     for entry in (
-        Entry("GPipe", lambda p, v, m: gpipe(p, m), 1, lambda p, v, m, r: m, "all forwards, all backwards"),
+        Entry(
+            "GPipe",
+            lambda p, v, m: gpipe(p, m),
+            1,
+            lambda p, v, m, r: m,
+            _idle_flushed,
+            "all forwards, all backwards",
+        ),
         Entry(
             "1F1B",
             lambda p, v, m: one_f_one_b(p, m),
             1,
             lambda p, v, m, r: min(m, p - r),
+            _idle_flushed,
             "a forward, a backward (PipeDream-flush)",
         ),
         Entry(
@@ -63,6 +83,7 @@ CATALOG = {
             lambda p, v, m: eager_one_f_one_b(p, m),
             1,
             lambda p, v, m, r: min(m, 2 * (p - r) - 1),
+            _idle_flushed,
             "1F1B, further ahead: hides slow links",
         ),
         Entry(
@@ -70,14 +91,23 @@ CATALOG = {
             interleaved_one_f_one_b,
             None,
             lambda p, v, m, r: min(m * v, _ahead(p, v, m, r) + 1),
+            _idle_flushed,
             "1F1B with several stages on a rank",
         ),
-        Entry("LoopedBFS", looped_bfs, None, lambda p, v, m, r: m * v, "GPipe with several stages on a rank"),
+        Entry(
+            "LoopedBFS",
+            looped_bfs,
+            None,
+            lambda p, v, m, r: m * v,
+            _idle_flushed,
+            "GPipe with several stages on a rank",
+        ),
         Entry(
             "ZeroBubbleH1",
             lambda p, v, m: zero_bubble_h1(p, m),
             1,
             lambda p, v, m, r: min(m, p),
+            _idle_late_weights,
             "weight gradients fill the gaps, 1F1B's memory",
         ),
         Entry(
@@ -85,6 +115,7 @@ CATALOG = {
             lambda p, v, m: zero_bubble_h2(p, m),
             1,
             lambda p, v, m, r: min(m, 2 * p - 1),
+            lambda p, v, m, f, i, w: (p - 1) * max(f, f + i - 2 * w),
             "no gaps, for twice the memory",
         ),
         Entry(
@@ -92,6 +123,7 @@ CATALOG = {
             interleaved_zero_bubble,
             None,
             lambda p, v, m, r: min(m * v, _ahead(p, v, m, r) + r + 1),
+            _idle_late_weights,
             "H1 with several stages on a rank",
         ),
         Entry(
@@ -99,6 +131,7 @@ CATALOG = {
             lambda p, v, m: zbv(p, m),
             2,
             lambda p, v, m, r: min(2 * m, 2 * p),
+            _idle_late_weights,
             "two stages on a rank in a V, 1F1B's memory",
         ),
         Entry(
@@ -106,6 +139,7 @@ CATALOG = {
             lambda p, v, m: dual_pipe_v(p, m),
             2,
             lambda p, v, m, r: min(2 * m, 2 * p + 1),
+            _idle_late_weights,
             "a V; forwards beside backwards",
         ),
     )
