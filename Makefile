@@ -13,12 +13,12 @@ VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 CXX_FILES = git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' 'tests/cpp/*.cc' \
-  'tests/cuda_on_cpu/*.h' 'tests/cuda_on_cpu/*.cc' 'bench/cpp/*.cc' 'bench/cpp/*.h'
+  'tests/cuda_on_cpu/*.h' 'tests/cuda_on_cpu/*.cc' 'tests/fuzz/*.h' 'tests/fuzz/*.cc' 'bench/cpp/*.cc' 'bench/cpp/*.h'
 REQUIRED := $(if $(filter true,$(CI)),-DPYCOMM_TESTS=ON -DPYCOMM_BENCH=ON)
 # ThreadSanitizer wants its addresses where it expects them; where setarch is not allowed it may do without.
 FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: demo test build venv test-cpp test-python test-torch test-trainers lint format types layers tsan asan cuda emulated bench clean
+.PHONY: demo test build venv test-cpp test-python test-torch test-trainers lint format types layers tsan asan fuzz cuda emulated bench clean
 .DEFAULT_GOAL := test
 
 test: test-cpp test-python
@@ -92,6 +92,10 @@ tsan asan: $(READY)
 	@$(call configure,$@)
 	@$(BIN)/cmake --build --preset $@
 	$(if $(filter tsan,$@),$(FIXED_ADDRESSES)) $(BIN)/ctest --preset $@
+
+# Every parser of bytes from other hosts against libFuzzer, FUZZ_SECONDS (20) each; needs clang.
+fuzz:
+	@tests/fuzz/run.sh
 
 # The CUDA kernels: by nvcc for all architectures, with the assertions on the machine code (no GPU needed); and
 # executed on the CPU, optimised (tsan and asan execute them as well).
