@@ -156,3 +156,17 @@ class PointToPoint:
                 finish()
             return done
         return self._works.add(Work(done, (tensor, held), tensor, finish))
+
+    def _start(self, is_send: bool, tensor: torch.Tensor, peer: int, tag: int) -> _C.Work:
+        """isend or irecv for the library itself: the caller keeps the dense tensor until the work is done."""
+        work: Any = self._c.point_to_point(is_send, tensor, peer, tag, 0.0, True)
+        if work is NotImplemented:
+            name = "isend" if is_send else "irecv"
+            started: Work = self._transfer(name, tensor, peer, tag, None, True)
+            return started._work
+        started_here: _C.Work = work
+        return started_here
+
+    def _keep(self, work: _C.Work, tensor: torch.Tensor) -> None:
+        """What :meth:`_start` has begun outlives its caller."""
+        self._works.add(Work(work, tensor, tensor, None))

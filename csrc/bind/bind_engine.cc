@@ -193,6 +193,14 @@ void set_selection(PyCommunicator& self, int kind,
   throw_if_error(self.comm->selector().set_table(static_cast<CallKind>(kind), std::move(table)));
 }
 
+int checked(const PyCommunicator& c, int q) {
+  if (q < 0 || q >= c.comm->size()) {
+    throw_if_error(
+        Status::error(Code::kValue, format("rank %d is not in this communicator of %d", q, c.comm->size())));
+  }
+  return q;
+}
+
 bool wait_work(Work& self, double timeout_s) {
   GilHooks hooks;
   bool finished;
@@ -256,6 +264,9 @@ void bind_engine(py::module_& m) {
                       uintptr_t p) { return c.node->arena()->owns(reinterpret_cast<void*>(p)); })
       .def("arena_bytes_in_use", [](const PyCommunicator& c) { return c.node->arena()->bytes_in_use(); })
       .def("pid", [](const PyCommunicator& c, int q) { return c.node->pid(c.comm->group().node_rank(q)); })
+      .def("set_note", [](PyCommunicator& c, uint64_t note) { c.comm->group().set_note(note); })
+      .def("note", [](const PyCommunicator& c, int q) { return c.comm->group().note(checked(c, q)); })
+      .def("describe", [](const PyCommunicator& c, int q) { return c.comm->group().describe(checked(c, q)); })
       .def("split", &split)
       .def("selection", &selection)
       .def("set_selection", &set_selection)

@@ -61,6 +61,7 @@ struct Control {
   Flag bell_sleepers;
   Flag pipes;     // offset of our pipes, 0 before the first send
   Flag departed;  // how many peers will never look at this block again
+  Flag note;      // what the program of this rank says that it is doing; the engine does not look at it
   alignas(4096) Slot slots[kSlots];
 };
 

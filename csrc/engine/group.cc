@@ -58,6 +58,10 @@ void Group::leave(const std::string& why) {
   own().state.word.store(static_cast<uint64_t>(RankState::kLeft), std::memory_order_release);
 }
 
+void Group::set_note(uint64_t note) {
+  if (!node_->forked()) own().note.word.store(note, std::memory_order_relaxed);
+}
+
 void Group::tell(char code, const std::string& text) {
   own().failure[0] = code;
   const size_t n = utf8_prefix(text, sizeof(own().failure) - 2);

@@ -55,6 +55,10 @@ class Group {
   Status failure() const;  // ok while usable
   bool failed() const { return failed_.load(std::memory_order_acquire); }
 
+  // A word that peers may read at any time, whatever this rank is in: 0 at first.
+  void set_note(uint64_t note);
+  uint64_t note(int q) const { return control(q).note.word.load(std::memory_order_relaxed); }
+
   // What makes it hopeless to wait for `peer` (-1: any of them): a rank that failed, or the peer has gone.
   // `progress` is added where this rank saw it first.
   Status trouble(int peer, const std::string& here, const std::string& progress) const;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <new>
 #include <system_error>
@@ -157,7 +158,8 @@ void PointToPoint::fail_all(const Status& status) {
 // Looks at every slice whether the transfer has become hopeless: the bell tells only of cells.
 class PointToPoint::Finisher final : public WaitClient {
  public:
-  Finisher(PointToPoint& p2p, CallerHooks* hooks) : p2p_(p2p), hooks_(hooks) {}
+  Finisher(PointToPoint& p2p, CallerHooks* hooks, double end_s) : p2p_(p2p), hooks_(hooks), end_s_(end_s) {}
+  bool is_over() const { return end_s_ < INFINITY && monotonic_s() >= end_s_; }
   void before_block() override {
     if (hooks_ != nullptr) hooks_->before_block();
   }
@@ -165,17 +167,18 @@ class PointToPoint::Finisher final : public WaitClient {
     if (hooks_ != nullptr) PYCOMM_RETURN_IF_ERROR(hooks_->poll());
     std::lock_guard lock(p2p_.mutex_);
     p2p_.expire();
-    return Status();
+    return is_over() ? Status::error(Code::kTimeout, "the caller waits no longer") : Status();
   }
 
  private:
   PointToPoint& p2p_;
   CallerHooks* hooks_;
+  double end_s_;
 };
 
-Status PointToPoint::await(const Work& work, CallerHooks* hooks) {
+Status PointToPoint::await(const Work& work, CallerHooks* hooks, double timeout_s, bool* finished) {
   Control& own = group_.own();
-  Finisher finisher(*this, hooks);
+  Finisher finisher(*this, hooks, timeout_s < 0 ? INFINITY : monotonic_s() + timeout_s);
   callers_.fetch_add(1, std::memory_order_relaxed);
   calls_.fetch_add(1, std::memory_order_relaxed);
   Status interrupted;
@@ -190,17 +193,21 @@ Status PointToPoint::await(const Work& work, CallerHooks* hooks) {
     interrupted = wait(
         own.bell.word, Half::kLow, own.bell_sleepers, [&](uint64_t w) { return w != seen || work.done(); },
         group_.policy(), finisher, -1);
+    if (interrupted.ok() && finisher.is_over()) break;  // other transfers go on and on
   }
   callers_.fetch_sub(1);
   if (resting_.load()) {
     std::lock_guard lock(mutex_);
     cv_.notify_all();
   }
-  return interrupted.ok() ? work.result() : std::move(interrupted);
+  *finished = work.done();
+  if (*finished) return work.result();
+  return interrupted.code() == Code::kInterrupt ? std::move(interrupted) : Status();
 }
 
 Status PointToPoint::finish(const std::shared_ptr<Work>& work, CallerHooks* hooks) {
-  Status s = await(*work, hooks);
+  bool finished;
+  Status s = await(*work, hooks, -1, &finished);
   if (s.code() != Code::kInterrupt) return s;
   // Part of the message may have moved, and its tensor is about to go: nothing can be saved.
   std::lock_guard lock(mutex_);

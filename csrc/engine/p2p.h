@@ -40,8 +40,9 @@ class PointToPoint {
   std::shared_ptr<Work> recv(int peer, int tag, DType dtype, void* data, size_t n_bytes, double timeout_s);
   // Blocks until the work of a blocking call is done, moving data itself.
   Status finish(const std::shared_ptr<Work>& work, CallerHooks* hooks);
-  // Likewise for an asynchronous one, which goes on after Ctrl-C (kInterrupt).
-  Status await(const Work& work, CallerHooks* hooks);
+  // Likewise for an asynchronous one, which goes on after Ctrl-C (kInterrupt), and when timeout_s is over
+  // (negative: never; to a tenth of a second): `finished` is false then.
+  Status await(const Work& work, CallerHooks* hooks, double timeout_s, bool* finished);
   // Has the thread take over at once: nobody comes to wait.
   void hurry();
   // Lets the progress thread take care of what is pending.

@@ -62,10 +62,10 @@ Status Work::wait(double timeout_s, CallerHooks* hooks, bool* finished) {
                          "pycomm.init(), or does without");
   }
   if (const auto communicator = communicator_.lock()) {
+    if (is_transfer_ && !(timeout_s >= 0 && timeout_s < 1))
+      return communicator->p2p().await(*this, hooks, timeout_s, finished);
     if (timeout_s >= 0)  // shorter, it may be, than the call
       hurry();
-    else if (is_transfer_)
-      return communicator->p2p().await(*this, hooks);
     else if (Status s; communicator->run_here(*this, hooks, &s))
       return s;
   }

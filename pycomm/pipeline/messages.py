@@ -1,13 +1,15 @@
 """What passes between stages: nests of tuples, lists and dicts of tensors and plain values, without pickle.
 
-A value travels as a *header* (JSON: the nest, with each tensor's dtype, shape and whether it requires a
-gradient) and its tensors, one message each. :func:`encode` takes a value apart, :func:`decode` puts it
-together.
+A value travels as a *header* (JSON: the nest, with each tensor's dtype, shape, whether it requires a
+gradient and, where it is compressed, how) and its tensors. :func:`encode` takes a value apart,
+:func:`decode` puts it together.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 __all__ = ["Spec", "decode", "encode", "leaves", "replace_leaves"]
 
+_NAMES = {d: str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -24,18 +27,27 @@ class Spec(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     requires_grad: bool
+    wire: str = ""  # how it travels (wire.py); empty: as it is
 
     @staticmethod
-    def of(tensor: Tensor) -> Spec:
+    def of(tensor: Tensor, wire: str = "") -> Spec:
         """Of a tensor."""
-        return Spec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.requires_grad)
+        return Spec(_NAMES[tensor.dtype], tuple(tensor.shape), tensor.requires_grad, wire)
 
-    def empty(self) -> Tensor:
-        """A tensor to receive into."""
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype.
+
+        Raises:
+            ValueError: torch has none of that name.
+        """
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"a message between stages has a tensor of the unknown dtype {self.dtype!r}")
-        return torch.empty(self.shape, dtype=dtype)
+        return dtype
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {tuple(self.shape)}"
 
 
 def leaves(value: Any) -> list[Tensor]:
@@ -68,24 +80,51 @@ def replace_leaves(value: Any, change: Any) -> Any:
     )
 
 
-def encode(value: Any) -> tuple[bytes, list[Tensor]]:
-    """Header and tensors of a value.
+def _as_they_are(tensor: Tensor) -> str:
+    return ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _bare(spec: Spec) -> bytes:
+    """The header of a tensor alone."""
+    wire = [spec.wire] if spec.wire else []
+    return json.dumps(
+        {"t": [spec.dtype, spec.shape, spec.requires_grad, *wire]}, separators=(",", ":")
+    ).encode()
+
+
+def encode(
+    value: Any, wire_of: Callable[[Tensor], str] = _as_they_are
+) -> tuple[bytes, list[Tensor], list[Spec]]:
+    """Header and tensors of a value, and what these are.
+
+    Args:
+        value: a nest.
+        wire_of: says how a tensor travels.
 
     Raises:
         TypeError: something that cannot travel.
 
     Example:
-        >>> header, tensors = encode({"x": torch.ones(2), "n": 3})
+        >>> header, tensors, specs = encode({"x": torch.ones(2), "n": 3})
         >>> decode(header, tensors)
         {'x': tensor([1., 1.]), 'n': 3}
     """
+    if isinstance(value, Tensor):
+        spec = Spec.of(value, wire_of(value))
+        return _bare(spec), [value], [spec]
+    if type(value) is list and len(value) == 1 and isinstance(value[0], Tensor):  # most gradients
+        spec = Spec.of(value[0], wire_of(value[0]))
+        return b"[" + _bare(spec) + b"]", value, [spec]
     tensors: list[Tensor] = []
+    found: list[Spec] = []
 
     def tree(item: Any) -> Any:
         if isinstance(item, Tensor):
+            spec = Spec.of(item, wire_of(item))
             tensors.append(item)
-            spec = Spec.of(item)
-            return {"t": [spec.dtype, spec.shape, spec.requires_grad]}
+            found.append(spec)
+            return {"t": [spec.dtype, spec.shape, spec.requires_grad, *([spec.wire] if spec.wire else [])]}
         if isinstance(item, tuple):
             return {"u": [tree(part) for part in item]}
         if isinstance(item, list):
@@ -95,11 +134,12 @@ def encode(value: Any) -> tuple[bytes, list[Tensor]]:
         return item
 
     replace_leaves(value, lambda tensor: tensor)  # raises what cannot travel
-    return json.dumps(tree(value), separators=(",", ":")).encode(), tensors
+    return json.dumps(tree(value), separators=(",", ":")).encode(), tensors, found
 
 
-def specs(header: bytes) -> list[Spec]:
-    """The tensors that a header announces."""
+@functools.lru_cache(maxsize=256)
+def _parsed(header: bytes) -> tuple[Any, tuple[Spec, ...]]:
+    """The nest, which nobody changes, and its tensors."""
     found: list[Spec] = []
 
     def walk(item: Any) -> None:
@@ -108,16 +148,22 @@ def specs(header: bytes) -> list[Spec]:
                 walk(part)
         elif isinstance(item, dict):
             if "t" in item:
-                dtype, shape, requires_grad = item["t"]
-                found.append(Spec(dtype, tuple(shape), requires_grad))
+                dtype, shape, requires_grad, *wire = item["t"]
+                found.append(Spec(dtype, tuple(shape), requires_grad, *wire))
             else:
                 for part in item.get("u", ()):
                     walk(part)
                 for _, part in item.get("d", ()):
                     walk(part)
 
-    walk(json.loads(header))
-    return found
+    tree = json.loads(header)
+    walk(tree)
+    return tree, tuple(found)
+
+
+def specs(header: bytes) -> list[Spec]:
+    """The tensors that a header announces."""
+    return list(_parsed(header)[1])
 
 
 def decode(header: bytes, tensors: list[Tensor]) -> Any:
@@ -135,4 +181,4 @@ def decode(header: bytes, tensors: list[Tensor]) -> Any:
             return tuple(value(part) for part in item["u"])
         return {key: value(part) for key, part in item["d"]}
 
-    return value(json.loads(header))
+    return value(_parsed(header)[0])

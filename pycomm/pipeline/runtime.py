@@ -105,6 +105,7 @@ class Runtime:
             if under is None:
                 self.post.finish()
         except BaseException:
+            self.post.abandon()
             for stage in self.stages.values():
                 stage.forget()
             raise

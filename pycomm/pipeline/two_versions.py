@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pycomm.pipeline.post import Transfer
 from pycomm.pipeline.replicas import wrappers_of
 from pycomm.pipeline.runtime import Inputs, Loss, Step
 from pycomm.pipeline.schedule.action import Action
@@ -33,7 +34,6 @@ from pycomm.pipeline.schedule.transfers import with_transfers
 from pycomm.pipeline.schedule.verify import verify
 from pycomm.pipeline.schedules import PipelineSchedule
 from pycomm.pipeline.stage import PipelineStage
-from pycomm.work import Work
 
 __all__ = ["SchedulePipeDream2BW"]
 
@@ -176,7 +176,7 @@ class SchedulePipeDream2BW(PipelineSchedule):
         """Nothing is on its way."""
         n = 2 * self._n_microbatches
         self._n_batches = 0  # since then
-        self._late: list[Work] = []  # sent in the step before
+        self._late: list[Transfer] = []  # sent in the step before
         self._under_way = Step(self._runtime, self._steps[0], [((), {})] * n, None)
 
     def _train(self, inputs: Inputs, loss: Loss | None) -> tuple[list[Any], list[Tensor | None]]:
