@@ -15,6 +15,8 @@ step  times               actions
 8     r + 1               W
 ====  ==================  =============================================
 
+Idle time (p - 1)(F + I - W)/2 where F = I = W and m >= 2 p, F, I and W being all of a rank's stages'.
+
 The pairs of steps 4 and 5 are made so that one's transfers hide behind the other's computation. At most 2 p
 + 1 activations of half the size on a rank. With fewer than 2 p microbatches there is no steady phase, and
 the order is that of ZBV.

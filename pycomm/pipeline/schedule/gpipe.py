@@ -9,8 +9,9 @@
     LoopedBFS, p = 2, m = 2, v = 2    0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1
                                       .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 .
 
-All forwards, then all backwards. Share of time idle (p - 1)/(m + p - 1) with one stage on a rank (idle time
-divided by v with v of them, when m >= p); every rank keeps the activations of all m microbatches.
+All forwards, then all backwards. Share of time idle (p - 1)/(m + p - 1) with one stage on a rank. With v of
+them a rank is idle for (p - 1)(F + B)/v of a step, F and B being all of a rank's stages', and where m < p for
+(v - 1)(p - m)(F + B)/v more. Every rank keeps the activations of all m microbatches.
 
 Sources: Huang et al., GPipe (2019); Lamy-Poirier, Breadth-First Pipeline Parallelism (2023).
 """

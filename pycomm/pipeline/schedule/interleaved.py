@@ -7,8 +7,8 @@
 
 Microbatches go in groups of at least p: a rank takes a group through its first stage, then through its
 second, and so on. It runs 2 (p - r - 1) + (v - 1) q forwards ahead, q being a group's size, then one
-forward and one backward in turns. The idle time is (p - 1)(F + B)/v, F and B being all of a rank's stages';
-the activations kept are those ahead, and one.
+forward and one backward in turns. The idle time is (p - 1)(F + B)/v, F and B being all of a rank's stages',
+and where m < p (v - 1)(p - m)(F + B)/v more; the activations kept are those ahead, and one.
 
 Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters (2021); for groups
 that are larger than p, Llama 3's report (2024).

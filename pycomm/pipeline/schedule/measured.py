@@ -27,7 +27,7 @@ def costs_of(timeline: Timeline) -> Costs:
         >>> from pycomm.pipeline.schedule.one_f_one_b import one_f_one_b
         >>> from pycomm.pipeline.schedule.simulate import simulate
         >>> costs_of(simulate(one_f_one_b(2, 4), Costs(1, 2, 2, 0.5)))
-        Costs(forward=(1.0, 1.0), backward_input=(2.0, 2.0), backward_weight=(2.0, 2.0), latency=0.5)
+        Costs(forward=(1.0, 1.0), backward_input=(2.0, 2.0), backward_weight=(2.0, 2.0), latency=0.5...)
     """
     took: dict[tuple[int, str], list[float]] = {}
     for row in timeline.spans:

@@ -11,14 +11,17 @@
                                   .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
 
 *H1* is 1F1B whose rank r is r weight gradients late, so that every rank keeps at most p activations, as
-1F1B's first does. Idle time (p - 1)(F + I - W), against (p - 1)(F + I + W) of 1F1B.
+1F1B's first does. Idle time (p - 1)(F + I - W) where W <= I and m >= p, against (p - 1)(F + I + W) of 1F1B;
+where W > I there is none but the forwards' (p - 1) F; where m < p it is (p - m) W more.
 
 *H2* runs further ahead, up to 2 p - 1 activations on a rank. Between a rank's first and last action there
-is no idle time where F = I = W ((p - 1)(F + I - 2 W) in general); what is idle at the ends goes when steps
-follow each other without a flush.
+is no idle time where F = I = W and m >= 2 p, and (p - r - 1)(F + I - 2 W) on rank r where that is above 0;
+of the whole step it is (p - 1) max(F, F + I - 2 W). What is idle at the ends goes when steps follow each
+other without a flush.
 
-*Interleaved* is H1 with v stages on a rank in a loop. *ZBV* has two stages on a rank in a V and keeps at
-most 2 p half-size activations, as much memory as 1F1B's first rank on every rank.
+*Interleaved* is H1 with v stages on a rank in a loop; idle time is H1's divided by v. *ZBV* has two stages on
+a rank in a V and keeps at most 2 p half-size activations, as much memory as 1F1B's first rank on every rank;
+where F = I = W and m >= 2 p it is idle for (p - 1)(F + I - W)/2, or up to F more.
 
 H2 and ZBV are found by :mod:`pycomm.pipeline.schedule.greedy` under these limits.
 
