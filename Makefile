@@ -6,7 +6,7 @@
 # before every configuration: it would hold on to a Python, ninja or pybind11 that has moved; the objects stay,
 # so nothing is compiled twice.
 #
-#   PYTHON=python3.12   the Python to build with       CI=true   a missing GoogleTest or Google Benchmark fails
+#   PYTHON=python3.12   the Python to build with       CI=true   a missing GoogleTest, Google Benchmark or libsodium fails
 
 PYTHON ?= python3
 VENV := $(CURDIR)/.venv
@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 CXX_FILES = git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' 'tests/cpp/*.cc' \
   'tests/cuda_on_cpu/*.h' 'tests/cuda_on_cpu/*.cc' 'tests/fuzz/*.h' 'tests/fuzz/*.cc' 'bench/cpp/*.cc' 'bench/cpp/*.h'
-REQUIRED := $(if $(filter true,$(CI)),-DPYCOMM_TESTS=ON -DPYCOMM_BENCH=ON)
+REQUIRED := $(if $(filter true,$(CI)),-DPYCOMM_TESTS=ON -DPYCOMM_BENCH=ON -DPYCOMM_SODIUM=ON)
 # ThreadSanitizer wants its addresses where it expects them; where setarch is not allowed it may do without.
 FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
 

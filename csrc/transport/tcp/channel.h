@@ -43,7 +43,7 @@ class Channel {
   Channel& operator=(const Channel&) = delete;
 
   // *n_written: how many bytes of the parts, in their order, were taken; 0 and OK: would block. kPeerLost
-  // with a text on a reset.
+  // with a text on a reset; how much of the parts went is then not said.
   Status write(const iovec* parts, int n_parts, size_t* n_written);
   // 0 and OK: would block. kPeerLost with a text on a reset, at the end of the stream, and for a broken
   // record.

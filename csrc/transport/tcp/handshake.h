@@ -31,7 +31,7 @@ namespace pycomm {
 inline constexpr uint32_t kTcpVersion = 1;  // of everything that travels after the handshake
 inline constexpr uint32_t kAnyRank = UINT32_MAX;
 
-// What one side says of itself and of the connection. Both sides' must be equal but for the texts and has_aes.
+// What one side says of itself and of the connection. Equal on both sides but for the texts and has_aes.
 struct Terms {
   uint32_t version = kTcpVersion;
   uint32_t n_ranks = 0;
