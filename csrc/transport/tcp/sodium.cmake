@@ -35,6 +35,8 @@ if(sodium_library)
 elseif(PYCOMM_SODIUM STREQUAL "ON")
   message(FATAL_ERROR "libsodium was not found: install it (Debian: libsodium-dev, Fedora: libsodium-devel), or "
     "build for one host only with -DPYCOMM_SODIUM=OFF")
+elseif(NOT PYCOMM_SODIUM)
+  message(NOTICE "Several hosts were left out: PYCOMM_SODIUM=${PYCOMM_SODIUM}")
 else()
   message(WARNING "SEVERAL HOSTS WERE LEFT OUT: libsodium was not found. Jobs within one host work; for several, "
     "install it (Debian: libsodium-dev, Fedora: libsodium-devel) and build again")
