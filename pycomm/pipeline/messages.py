@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -118,23 +118,28 @@ def encode(
         return b"[" + _bare(spec) + b"]", value, [spec]
     tensors: list[Tensor] = []
     found: list[Spec] = []
-
-    def tree(item: Any) -> Any:
-        if isinstance(item, Tensor):
-            spec = Spec.of(item, wire_of(item))
-            tensors.append(item)
-            found.append(spec)
-            return {"t": [spec.dtype, spec.shape, spec.requires_grad, *([spec.wire] if spec.wire else [])]}
-        if isinstance(item, tuple):
-            return {"u": [tree(part) for part in item]}
-        if isinstance(item, list):
-            return [tree(part) for part in item]
-        if isinstance(item, dict):
-            return {"d": [[key, tree(part)] for key, part in item.items()]}
-        return item
-
     replace_leaves(value, lambda tensor: tensor)  # raises what cannot travel
-    return json.dumps(tree(value), separators=(",", ":")).encode(), tensors, found
+    tree = _tree(value, wire_of, tensors, found)
+    return json.dumps(tree, separators=(",", ":")).encode(), tensors, found
+
+
+# What calls itself and sees tensors stands outside of other functions: inside of one, each call would leave a
+# cycle of references, and its tensors stayed until Python's garbage collector comes.
+
+
+def _tree(item: Any, wire_of: Callable[[Tensor], str], tensors: list[Tensor], found: list[Spec]) -> Any:
+    if isinstance(item, Tensor):
+        spec = Spec.of(item, wire_of(item))
+        tensors.append(item)
+        found.append(spec)
+        return {"t": [spec.dtype, spec.shape, spec.requires_grad, *([spec.wire] if spec.wire else [])]}
+    if isinstance(item, tuple):
+        return {"u": [_tree(part, wire_of, tensors, found) for part in item]}
+    if isinstance(item, list):
+        return [_tree(part, wire_of, tensors, found) for part in item]
+    if isinstance(item, dict):
+        return {"d": [[key, _tree(part, wire_of, tensors, found)] for key, part in item.items()]}
+    return item
 
 
 @functools.lru_cache(maxsize=256)
@@ -168,17 +173,16 @@ def specs(header: bytes) -> list[Spec]:
 
 def decode(header: bytes, tensors: list[Tensor]) -> Any:
     """The value again; named tuples come as tuples."""
-    rest = iter(tensors)
+    return _value(_parsed(header)[0], iter(tensors))
 
-    def value(item: Any) -> Any:
-        if isinstance(item, list):
-            return [value(part) for part in item]
-        if not isinstance(item, dict):
-            return item
-        if "t" in item:
-            return next(rest)
-        if "u" in item:
-            return tuple(value(part) for part in item["u"])
-        return {key: value(part) for key, part in item["d"]}
 
-    return value(_parsed(header)[0])
+def _value(item: Any, rest: Iterator[Tensor]) -> Any:
+    if isinstance(item, list):
+        return [_value(part, rest) for part in item]
+    if not isinstance(item, dict):
+        return item
+    if "t" in item:
+        return next(rest)
+    if "u" in item:
+        return tuple(_value(part, rest) for part in item["u"])
+    return {key: _value(part, rest) for key, part in item["d"]}

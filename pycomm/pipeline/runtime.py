@@ -224,7 +224,9 @@ class Step:
             ready = time.monotonic()
             self._forward(stage, k, args, skips)
             return ready
+        began = time.monotonic()
         stage.recompute(k)
+        again = time.monotonic() - began
         gradients: list[Tensor | None] = []
         if not stage.is_last:
             gradients += self._take_gradients(number, number + 1, k, "")
@@ -232,7 +234,7 @@ class Step:
             gradients += self._take_gradients(number, to, k, name)
         ready = time.monotonic()
         self._pass_back(number, k, stage.backward(k, gradients, half=kind == "I"))
-        return ready
+        return ready - again
 
     def _links_to(self, stage: int) -> list[tuple[str, int]]:
         return [(name, source) for name, (source, to) in sorted(self._skips.items()) if to == stage]

@@ -144,7 +144,7 @@ class PipelineStage:
         return output, loss
 
     def recompute(self, microbatch: int) -> None:
-        """Computes a microbatch's forward again, if its backward will: while its gradient is on the way."""
+        """Computes a microbatch's forward again, if its backward needs it, before its gradient is there."""
         kept = self._kept[microbatch]
         if kept.frame is not None and kept.outputs:
             kept.frame.recompute()

@@ -5,7 +5,15 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from pycomm.pipeline import PipelineStage, get_schedule_class, is_recomputing, pop, stash
+import pycomm
+from pycomm.pipeline import (
+    PipelineStage,
+    SchedulePipeDream2BW,
+    get_schedule_class,
+    is_recomputing,
+    pop,
+    stash,
+)
 from pycomm.pipeline.schedule.catalog import CATALOG, build
 from ranks import run_ranks
 
@@ -108,6 +116,54 @@ def test_the_same_step_under_every_schedule(size):
     run_ranks(size, same, names, timeout=100)
 
 
+def replicated(rank, size):
+    """Two replicas of two stages: what is computed again is not reduced again."""
+    comm = pycomm.init()
+    pipe, replicas = comm.split(rank % 2), comm.split(rank // 2)
+    x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank % 2))
+    found = []
+    for options in CASES.values():
+        module = pycomm.DistributedDataParallel(stages_of(2)[rank // 2], communicator=replicas)
+        if "checkpoint_modules" in options and isinstance(options["checkpoint_modules"], str):
+            options = {"checkpoint_modules": r"module.1$"}
+        stage = PipelineStage(module, rank // 2, 2, group=pipe, **options)
+        schedule = get_schedule_class("ZeroBubbleH1")(stage, 4, loss_fn=loss_fn, skips={"s": (0, 1)})
+        torch.manual_seed(rank)
+        for _ in range(2):
+            schedule.step(x, target=x)
+        found.append([*(p.grad for p in module.parameters()), *module.buffers()])
+    for values in found:
+        for value, want in zip(values, found[0], strict=True):
+            torch.testing.assert_close(value, want, atol=ATOL, rtol=0)
+
+
+def two_versions(rank, size):
+    """The weights of the forward, which have been updated since, are those of the second one."""
+    found = []
+    for options in CASES.values():
+        module = stages_of(size)[rank]
+        stage = PipelineStage(module, rank, size, **options)
+        schedule = SchedulePipeDream2BW(stage, 4, loss_fn=loss_fn, skips={"s": (0, size - 1)})
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        torch.manual_seed(rank)
+        for step in range(4):
+            x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            schedule.step(x, target=x)
+            optimizer.step()
+            optimizer.zero_grad()
+        schedule.flush()
+        optimizer.step()
+        found.append([*(p.detach() for p in module.parameters()), *module.buffers()])
+    for values in found:
+        for value, want in zip(values, found[0], strict=True):
+            torch.testing.assert_close(value, want, atol=ATOL, rtol=0)
+
+
+def test_with_replicas_and_with_two_versions():
+    run_ranks(4, replicated)
+    run_ranks(2, two_versions)
+
+
 class Wide(nn.Module):
     """Keeps 8 tensors of the size of its input."""
 
@@ -115,6 +171,15 @@ class Wide(nn.Module):
         for _ in range(8):
             x = torch.exp(x * 1e-3)  # each saves its result
         return x
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.wide = nn.Parameter(torch.ones((), dtype=torch.float64)), Wide()
+
+    def forward(self, x):
+        return self.wide(x * self.scale)
 
 
 def peak_bytes(call):
@@ -134,11 +199,7 @@ def memory(rank, size):
     x = torch.randn(8, n_bytes // 8, dtype=torch.float64)  # 8 microbatches of 1 MiB
 
     def peak(name, **options):
-        stage = PipelineStage(nn.Sequential(nn.Linear(1, 1), Wide()).double(), 0, 1, **options)
-        stage.submod.add_module("0", nn.Identity())
-        scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-        stage.submod.register_parameter("scale", scale)
-        stage.submod.forward = lambda x: stage.submod[1](x * scale)
+        stage = PipelineStage(Scaled(), 0, 1, **options)
         schedule = get_schedule_class(name)(stage, 8, loss_fn=lambda y, t: y.mean())
         return peak_bytes(lambda: schedule.step(x, target=x)) / n_bytes
 
@@ -146,14 +207,28 @@ def memory(rank, size):
     whole, again = peak("GPipe"), peak("GPipe", checkpoint="always")
     assert 64 <= whole <= 64 + 16, whole
     assert 8 <= again <= 8 + 8 + 8, again  # 8 outputs; one microbatch's results, and its backward
-    inner = peak("GPipe", checkpoint_modules="1")
+    inner = peak("GPipe", checkpoint_modules="wide")
     assert inner <= 8 + 8 + 8 + 8, inner  # and what the module got
     last = peak("GPipe", checkpoint="except_last")
     assert last <= again + 8, last
 
 
+def flowing(rank, size):
+    """1F1B keeps one microbatch for each rank from here on, and nothing that was sent and received."""
+    n_bytes, n = 2**20, 12
+    x = torch.randn(n, n_bytes // 8, dtype=torch.float64)
+    stage = PipelineStage(Scaled(), rank, size)
+    schedule = get_schedule_class("1F1B")(stage, n, loss_fn=lambda y, t: y.mean())
+    peak = peak_bytes(lambda: schedule.step(x, target=x)) / n_bytes
+    kept = (size - rank) * 8
+    outputs = n if rank == size - 1 else 0  # which step returns
+    assert kept <= peak <= kept + outputs + 8, (rank, peak, kept)
+    return peak
+
+
 def test_the_peak_of_what_is_kept():
     run_ranks(1, memory)
+    run_ranks(2, flowing)
 
 
 class InPlace(nn.Module):
