@@ -282,12 +282,12 @@ def test_replicas_are_averaged():
 class Sleeps(torch.autograd.Function):
     @staticmethod
     def forward(context, x):
-        time.sleep(0.02)
+        time.sleep(0.05)
         return x.clone()
 
     @staticmethod
     def backward(context, gradient):
-        time.sleep(0.02)
+        time.sleep(0.05)
         return gradient
 
 
@@ -306,7 +306,7 @@ def timed(rank, size, n_steps):
     for made in (Schedule1F1B, SchedulePipeDream2BW):
         part = Sleeper()
         optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
-        schedule = made(PipelineStage(part, rank, size), 4, loss_fn=nn.functional.mse_loss)
+        schedule = made(PipelineStage(part, rank, size), 2, loss_fn=nn.functional.mse_loss)
         spans = []
         for _ in range(n_steps):
             schedule.step(x, target=x)
@@ -321,7 +321,7 @@ def timed(rank, size, n_steps):
 
 
 def test_no_flush_between_steps():
-    n_steps, m, p = 6, 4, 3
+    n_steps, m, p = 6, 2, 3
     results = run_ranks(p, timed, n_steps)
     idle = {}
     for name in ("1F1B", "PipeDream2BW"):
@@ -333,7 +333,7 @@ def test_no_flush_between_steps():
             for rank in range(p):
                 want = [a._replace(microbatch=a.microbatch % (2 * m)) for a in whole.actions[rank]]
                 assert list(order.actions[rank]) == want
-    # In theory 2/6 and 2/26; what the machine adds comes to both.
+    # In theory 2/4 and 2/14; what a busy machine adds comes to both.
     assert idle["PipeDream2BW"] < idle["1F1B"] - 0.12, idle
 
 
