@@ -2,9 +2,9 @@
 
 schedule/ holds what a rank does and when, as data; runtime.py executes it with stage.py (one stage's
 forwards and backwards, backward.py in halves) and post.py (messages of any shape, messages.py their
-contents); schedules.py has torch's classes around it,
-two_versions.py the one that never flushes. layers.py cuts a list of layers into stages, as
-partition.py finds best.
+contents); schedules.py has torch's classes around it, two_versions.py the one that never flushes.
+layers.py cuts a list of layers into stages, as partition.py finds best; split.py any model, which tracing.py
+traces around the cuts. checkpoint.py computes activations again, batch_norm.py keeps running statistics.
 """
 
 from __future__ import annotations
