@@ -5,6 +5,8 @@ forwards and backwards, backward.py in halves) and post.py (messages of any shap
 contents); schedules.py has torch's classes around it, two_versions.py the one that never flushes.
 layers.py cuts a list of layers into stages, as partition.py finds best; split.py any model, which tracing.py
 traces around the cuts. checkpoint.py computes activations again, batch_norm.py keeps running statistics.
+With other kinds of parallelism: group.py, replicas.py (data parallelism around stages), gradients.py
+(clipping), state_dict.py (checkpoints that load at any cut).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pycomm.pipeline.batch_norm import convert_deferred_batch_norm
     from pycomm.pipeline.checkpoint import is_recomputing
+    from pycomm.pipeline.gradients import clip_grad_norm_, has_overflow
     from pycomm.pipeline.layers import LayerSpec, Plan, TiedLayerSpec, plan
     from pycomm.pipeline.schedules import (
         PipelineSchedule,
@@ -33,6 +36,11 @@ if TYPE_CHECKING:
     from pycomm.pipeline.skips import pop, stash
     from pycomm.pipeline.split import Pipe, pipeline
     from pycomm.pipeline.stage import PipelineStage
+    from pycomm.pipeline.state_dict import (
+        load_sharded_optimizer_state_dict,
+        sharded_optimizer_state_dict,
+        sharded_state_dict,
+    )
     from pycomm.pipeline.tracing import SplitPoint, pipe_split
     from pycomm.pipeline.two_versions import SchedulePipeDream2BW
 
@@ -56,12 +64,17 @@ __all__ = [
     "SplitPoint",
     "TiedLayerSpec",
     "convert_deferred_batch_norm",
+    "clip_grad_norm_",
     "get_schedule_class",
     "is_recomputing",
+    "has_overflow",
+    "load_sharded_optimizer_state_dict",
     "pipe_split",
     "pipeline",
     "plan",
     "pop",
+    "sharded_optimizer_state_dict",
+    "sharded_state_dict",
     "stash",
 ]
 
@@ -73,6 +86,11 @@ _LATER = {
     "Plan": "pycomm.pipeline.layers",
     "TiedLayerSpec": "pycomm.pipeline.layers",
     "plan": "pycomm.pipeline.layers",
+    "clip_grad_norm_": "pycomm.pipeline.gradients",
+    "has_overflow": "pycomm.pipeline.gradients",
+    "load_sharded_optimizer_state_dict": "pycomm.pipeline.state_dict",
+    "sharded_optimizer_state_dict": "pycomm.pipeline.state_dict",
+    "sharded_state_dict": "pycomm.pipeline.state_dict",
     "Pipe": "pycomm.pipeline.split",
     "PipelineStage": "pycomm.pipeline.stage",
     "SchedulePipeDream2BW": "pycomm.pipeline.two_versions",

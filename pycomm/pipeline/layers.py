@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,13 +119,17 @@ class Plan:
         return "\n".join([*rows, f"balance {self.balance:.0%} by {self.method}"])
 
     def stage(self, layers: Sequence[Layer], index: int) -> nn.Sequential:
-        """Makes the layers of one stage. Their initial values are those that torch's generator gives now."""
-        made: list[nn.Module] = []
+        """Makes the layers of one stage. Their initial values are those that torch's generator gives now.
+
+        Parameters are named as in ``nn.Sequential`` of all layers, ``7.weight`` that of layer 7: independent
+        of the cut.
+        """
+        made: list[tuple[str, nn.Module]] = []
         shared: dict[str, nn.Module] = {}
         for number in self.parts[index]:
             layer = layers[number]
             if not isinstance(layer, LayerSpec):
-                made.append(layer)
+                made.append((str(number), layer))
                 continue
             module = layer.build()
             if isinstance(layer, TiedLayerSpec):
@@ -132,8 +137,8 @@ class Plan:
                 setattr(module, layer.tied_weight_attr, getattr(first, layer.tied_weight_attr))
                 if layer.forward_fn is not None:
                     module = _Called(module, layer.forward_fn)
-            made.append(module)
-        return nn.Sequential(*made)
+            made.append((str(number), module))
+        return nn.Sequential(OrderedDict(made))
 
 
 def _n_parameters(layer: Layer) -> float:
@@ -263,11 +268,11 @@ def plan(
 def _ties(layers: Sequence[Layer], parts: Sequence[range]) -> tuple[tuple[tuple[int, str], ...], ...]:
     places: dict[str, list[tuple[int, str]]] = {}
     for stage, part in enumerate(parts):
-        for place, number in enumerate(part):
+        for number in part:
             layer = layers[number]
             if isinstance(layer, TiedLayerSpec):
                 inner = "module." if layer.forward_fn is not None else ""
                 mine = places.setdefault(layer.key, [])
                 if all(stage != other for other, _ in mine):  # within a stage it is one object
-                    mine.append((stage, f"{place}.{inner}{layer.tied_weight_attr}"))
+                    mine.append((stage, f"{number}.{inner}{layer.tied_weight_attr}"))
     return tuple(tuple(found) for found in places.values() if len(found) > 1)

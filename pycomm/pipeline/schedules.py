@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pycomm.communicator import Communicator
 from pycomm.ddp.agree import check_agreement
 from pycomm.pipeline import microbatches, timeline
 from pycomm.pipeline.batch_norm import deferred_norms, deferring
+from pycomm.pipeline.group import pipeline_communicator
 from pycomm.pipeline.messages import leaves
 from pycomm.pipeline.replicas import with_replicas
 from pycomm.pipeline.runtime import Inputs, Loss, Runtime
@@ -110,7 +112,7 @@ class PipelineSchedule:
         if not mine:
             raise ValueError("a rank needs at least one stage")
         n_stages = mine[0].num_stages
-        self._comm = communicator_of(mine[0].group, who="PipelineStage: group")
+        self._comm = pipeline_communicator(mine[0].group)
         self._stages = {stage.stage_index: stage for stage in mine}
         self._n_microbatches = n_microbatches
         self._norms = deferred_norms(stage.submod for stage in mine)
@@ -168,6 +170,21 @@ class PipelineSchedule:
                 f"{order.name}: the schedule is of {order.n_microbatches} microbatches, n_microbatches is "
                 f"{self._n_microbatches}"
             )
+
+    @property
+    def communicator(self) -> Communicator:
+        """Of the pipeline's ranks."""
+        return self._comm
+
+    @property
+    def stages(self) -> list[PipelineStage]:
+        """Those of this rank."""
+        return list(self._stages.values())
+
+    @property
+    def ties(self) -> list[Tie]:
+        """The weights that several stages have."""
+        return self._ties
 
     @property
     def order(self) -> Order:

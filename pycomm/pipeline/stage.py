@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,8 @@ class PipelineStage:
         device: where the submodule is; ``torch.device("cpu")``.
         input_args, output_args: accepted as torch's, and not needed: shapes travel with the messages.
         group: the ranks of the pipeline: a Communicator, a torch process group, a DeviceMesh with one
-            dimension, or None for all ranks.
+            dimension or one that is called "pp", or None: the pipeline-parallel ranks where there are some
+            (``initialize_model_parallel``), else all.
         checkpoint: of which microbatches the activations are computed again in the backward and not kept:
             "always", "except_last" (as their backward follows at once under GPipe), "never"; None: "never",
             or "always" where one of the next two is given.
@@ -49,6 +50,9 @@ class PipelineStage:
             predicate of name and module; None: the whole stage, with the loss.
         checkpoint_policy: as torch.utils.checkpoint.create_selective_checkpoint_contexts takes it: which
             operations' results are kept all the same.
+        names: for checkpoints, what the submodule is called in the whole model, such as ``"layers.3"``, or of
+            its children each: ``{"0": "layers.3", "1": "norm"}``; None: its parameters have the whole's
+            names.
 
     Raises:
         ValueError: an index that is none, a device without engine, or a checkpoint that is none.
@@ -72,6 +76,7 @@ class PipelineStage:
         checkpoint: str | None = None,
         checkpoint_modules: str | Callable[[str, nn.Module], bool] | None = None,
         checkpoint_policy: Any = None,
+        names: str | Mapping[str, str] | None = None,
     ) -> None:
         if not 0 <= stage_index < num_stages:
             raise ValueError(f"stage_index must be in [0, {num_stages}), got {stage_index}")
@@ -86,6 +91,7 @@ class PipelineStage:
         self._checkpointing = Checkpointing(
             submodule, checkpoint, checkpoint_modules, checkpoint_policy, f"stage {stage_index}"
         )
+        self.names = names
         self.skips: dict[str, tuple[int, int]] = {}  # of a traced model: its schedule's, too
         self.tied: tuple[tuple[tuple[int, str], ...], ...] = ()
         self._kept: dict[int, _Kept] = {}

@@ -9,7 +9,7 @@ the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -164,14 +164,14 @@ def _joined(a: Tensor, b: Tensor, p: float) -> Tensor:
     return torch.maximum(a, b) if math.isinf(p) else a + b
 
 
-def has_overflow(parameters: Parameters, *, mesh: Group = None) -> bool:
+def has_overflow(parameters: Parameters, *, mesh: Group = None, pipeline_group: Group = None) -> bool:
     """Whether some gradient has an element that is not finite, on some rank; the same on every rank.
 
-    Collective over the tensor-parallel ranks, and over FSDP2's. A rank that skips a step alone would leave
-    the others' model.
+    Collective over the tensor-parallel ranks, FSDP2's and the pipeline's. A rank that skips a step
+    alone would leave the others' model.
 
     Args:
-        parameters, mesh: as for :func:`clip_grad_norm_`.
+        parameters, mesh, pipeline_group: as for :func:`clip_grad_norm_`.
 
     Example:
         >>> weight = nn.Parameter(torch.zeros(2))
@@ -195,6 +195,8 @@ def has_overflow(parameters: Parameters, *, mesh: Group = None) -> bool:
             communicator_of(over.get_group(dim), who="has_overflow").all_reduce(found, op="max")
     for comm in _communicators(given, shard_index(), mesh, "has_overflow"):
         comm.all_reduce(found, op="max")
+    if pipeline_group is not None:
+        communicator_of(pipeline_group, who="has_overflow: pipeline_group").all_reduce(found, op="max")
     return bool(found)
 
 
@@ -202,7 +204,9 @@ class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` whose ranks agree on which steps are skipped, and so on the scale.
 
     Args:
-        group: the ranks that must agree: see :mod:`pycomm.tensor_parallel.group`.
+        group: the ranks that must agree: see :mod:`pycomm.tensor_parallel.group`; a list of groups, or a mesh
+            of several dimensions, whose ranks agree over each in turn (the tensor-parallel ranks, then the
+            pipeline's). A pipeline's losses are scaled by its last stage; the others follow.
         device, options: as for torch's.
 
     Example:
@@ -213,18 +217,35 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(self, group: Group = None, device: str = "cpu", **options: Any) -> None:
         super().__init__(device, **options)
-        self._group = communicator_of(group, who="GradScaler: group")
+        if isinstance(group, DeviceMesh):
+            group = [group.get_group(dim) for dim in range(group.ndim)]
+        groups = group if isinstance(group, Sequence) else [group]
+        self._groups = [communicator_of(each, who="GradScaler: group") for each in groups]
 
     def _agree(self, optimizer: torch.optim.Optimizer) -> None:
         state: Any = self._per_optimizer_states[id(optimizer)]
         found = list(state["found_inf_per_device"].values())
         mine = sum((f.detach().to("cpu") for f in found), torch.zeros((), device="cpu")).view(1).clone()
-        self._group.all_reduce(mine, op="max")
+        for comm in self._groups:
+            comm.all_reduce(mine, op="max")
         for f in found:
             f.fill_(float(mine))
+        if not found:  # no gradients here: torch would refuse the step, and this rank's scale would stay
+            state["found_inf_per_device"][torch.device("cpu")] = mine.view(())
+
+    def _begin(self) -> None:
+        """A rank that has no loss has scaled nothing, and has torch's initial scale not made yet."""
+        if self.is_enabled() and self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As torch's; all ranks step, or none does. Collective."""
+        self._begin()
+        return super().step(optimizer, *args, **kwargs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """As torch's; then all ranks know of every rank's overflow. Collective."""
+        self._begin()
         super().unscale_(optimizer)
         if self.is_enabled():
             self._agree(optimizer)

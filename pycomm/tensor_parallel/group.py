@@ -6,7 +6,8 @@ of any backend, a one-dimensional DeviceMesh, or None for the default: the tenso
 torch group gets one of its own, made once and kept with the group (so also for backend "pycomm": what a layer
 sends in backward must keep no order with other calls on the group). Making it is collective over its ranks.
 
-Rank order is Megatron's: tensor-parallel ranks are neighbours, then context-parallel, then data-parallel.
+Rank order is Megatron's: tensor-parallel ranks are neighbours, then context-parallel, data-parallel, and
+pipeline-parallel.
 Source: M. Shoeybi et al., "Megatron-LM", 2019; megatron/core/parallel_state.py.
 """
 
@@ -35,6 +36,9 @@ __all__ = [
     "get_tensor_model_parallel_group",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
+    "get_pipeline_model_parallel_group",
+    "get_pipeline_model_parallel_rank",
+    "get_pipeline_model_parallel_world_size",
     "initialize_model_parallel",
     "model_parallel_is_initialized",
 ]
@@ -51,6 +55,7 @@ class _Groups:
     tensor: Communicator
     context: Communicator
     data: Communicator
+    pipeline: Communicator
 
 
 _groups: _Groups | None = None
@@ -119,16 +124,22 @@ def _world() -> Communicator:
 
 
 def initialize_model_parallel(
-    tensor_model_parallel_size: int = 1, *, context_parallel_size: int = 1, group: Group = None
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    *,
+    context_parallel_size: int = 1,
+    group: Group = None,
 ) -> None:
-    """Divides the ranks into tensor-parallel, context-parallel and data-parallel groups. Collective.
+    """Divides the ranks into groups: tensor-, pipeline-, context- and data-parallel. Collective.
 
-    Rank r of n is tensor-parallel rank r mod t, context-parallel rank (r div t) mod c and data-parallel rank
-    r div (t c), with t and c the arguments.
+    With t, p and c the arguments and d = n / (t p c), rank r of n is tensor-parallel rank r mod t,
+    context-parallel rank (r div t) mod c, data-parallel rank (r div (t c)) mod d and pipeline-parallel rank
+    r div (t c d).
 
     Args:
         tensor_model_parallel_size: ranks that share each layer; divides n.
-        context_parallel_size: ranks that share each sequence; t c divides n.
+        pipeline_model_parallel_size: ranks that have one after another of a model's stages.
+        context_parallel_size: ranks that share each sequence; t p c divides n.
         group: whose ranks these are; None: all of torch's, else ``pycomm.init()``'s.
 
     Raises:
@@ -150,17 +161,21 @@ def initialize_model_parallel(
     world = communicator_of(group, who="initialize_model_parallel: group")
     sizes = {
         "tensor_model_parallel_size": tensor_model_parallel_size,
+        "pipeline_model_parallel_size": pipeline_model_parallel_size,
         "context_parallel_size": context_parallel_size,
     }
     _check_sizes(world, sizes)
     t, c = tensor_model_parallel_size, context_parallel_size
-    tensor_rank, context_rank, data_rank = world.rank % t, world.rank // t % c, world.rank // (t * c)
+    n_in_stage = world.size // pipeline_model_parallel_size
+    stage, place = divmod(world.rank, n_in_stage)
+    tensor_rank, context_rank, data_rank = place % t, place // t % c, place // (t * c)
     split: Any = world.split  # never None: every rank has a colour
     _groups = _Groups(
         world=world,
         tensor=split(world.rank // t),
-        context=split(data_rank * t + tensor_rank),
-        data=split(context_rank * t + tensor_rank),
+        context=split((stage * n_in_stage + data_rank) * t + tensor_rank),
+        data=split((stage * c + context_rank) * t + tensor_rank),
+        pipeline=split(place),
     )
 
 
@@ -199,7 +214,7 @@ def destroy_model_parallel() -> None:
     """
     global _groups
     if _groups is not None:
-        for comm in (_groups.data, _groups.context, _groups.tensor):
+        for comm in (_groups.pipeline, _groups.data, _groups.context, _groups.tensor):
             comm.close()
         _groups = None
 
@@ -273,3 +288,18 @@ def get_data_parallel_rank() -> int:
 def get_data_parallel_world_size() -> int:
     """How many ranks hold the same shards."""
     return _initialised("get_data_parallel_world_size").data.size
+
+
+def get_pipeline_model_parallel_group() -> Communicator:
+    """The communicator of the ranks that have the other stages of this rank's model."""
+    return _initialised("get_pipeline_model_parallel_group").pipeline
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """This rank's number among those that have the model's stages."""
+    return _initialised("get_pipeline_model_parallel_rank").pipeline.rank
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    """How many ranks have the model's stages."""
+    return _initialised("get_pipeline_model_parallel_world_size").pipeline.size

@@ -18,7 +18,7 @@ from pycomm.pipeline.schedule.transfers import with_transfers
 from pycomm.pipeline.schedule.verify import verify
 from ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 F64 = torch.float64
 
 
@@ -162,4 +162,4 @@ def replicated(rank, size, names):
 
 
 def test_every_schedule_with_replicas_has_one_process_gradients():
-    run_ranks(4, replicated, list(CATALOG), timeout=100)
+    run_ranks(4, replicated, list(CATALOG), timeout=200)

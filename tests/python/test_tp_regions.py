@@ -210,7 +210,8 @@ def wrong(rank: int, size: int) -> None:
     with pytest.raises(RuntimeError, match="call initialize_model_parallel"):
         tp.get_tensor_model_parallel_rank()
     with pytest.raises(
-        ValueError, match="tensor_model_parallel_size 3 × context_parallel_size 1 = 3 does not"
+        ValueError,
+        match="tensor_model_parallel_size 3 × pipeline_model_parallel_size 1 × context_parallel_size 1 = 3 ",
     ):
         tp.initialize_model_parallel(3)
     with pytest.raises(ValueError, match=re.escape("ranks gave different")):
