@@ -149,7 +149,7 @@ class SchedulePipeDream2BW(PipelineSchedule):
         # The first step, then those of odd and of even batches; the flush after an even and an odd batch.
         self._steps = two_bw_steps(p, m, 3)[:3]
         self._drains = [two_bw_steps(p, m, n)[-1] for n in (1, 2)]
-        self._listed: dict[int, list[Action]] = {}
+        self._listed: dict[int, list[Action]] = {}  # this rank's, by id of a step's order
         for number, stage in self._stages.items():
             for name, parameter in stage.submod.named_parameters():
                 hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
@@ -190,7 +190,9 @@ class SchedulePipeDream2BW(PipelineSchedule):
         order = self._steps[0 if batch == 0 else 2 - now]
         self._perform(order, closes=None if batch == 0 else 1 - now)
         self._n_batches += 1
-        return under_way.outputs[here], under_way.losses[here]
+        made = under_way.outputs[here], under_way.losses[here]
+        under_way.inputs[here], under_way.outputs[here] = [((), {})] * m, [None] * m  # backwards need neither
+        return made
 
     def flush(self) -> None:
         """The backwards of the last batch; adds its gradient to ``.grad``. Collective; else nothing.
@@ -216,6 +218,7 @@ class SchedulePipeDream2BW(PipelineSchedule):
         try:
             with step.replicas.step(closes is not None):
                 self._runtime.perform(step, actions, self._under)
+                self._runtime.order = order
                 late, self._late = self._late, self._runtime.post.sent()
                 for work in late:
                     work.wait()

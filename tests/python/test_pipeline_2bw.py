@@ -13,7 +13,9 @@ from pycomm.pipeline import PipelineStage, Schedule1F1B, SchedulePipeDream2BW, g
 from pycomm.pipeline.schedule.one_f_one_b import pipedream_2bw, two_bw_steps
 from pycomm.pipeline.schedule.order import Order
 from pycomm.pipeline.schedule.simulate import Costs, Timeline, simulate
+from pycomm.pipeline.schedule.transfers import with_transfers
 from pycomm.pipeline.schedule.verify import live_activations, verify
+from pycomm.pipeline.schedule.verify_transfers import verify_transfers
 from ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -44,6 +46,10 @@ def test_the_steps_are_the_whole_order_cut():
                             a.microbatch for c in steps[: b + 1] for a in c.actions[rank] if a.kind == "B"
                         ]
                         assert len(done) >= b * m  # the batch before is complete
+                if n_batches == 2:  # microbatches have their own numbers; step by step every message is right
+                    listed = [with_transfers(step) for step in steps]
+                    joined = [[a for step in listed for a in step[rank]] for rank in range(p)]
+                    verify_transfers(whole, joined)
                 idle = simulate(whole, Costs(1, 0.5, 0.5)).bubble
                 assert idle == pytest.approx((p - 1) / (m * n_batches + p - 1))
     with pytest.raises(ValueError, match="PipeDream2BW: 4 ranks need at least 3 microbatches, got 2"):
@@ -313,6 +319,8 @@ def timed(rank, size, n_steps):
             spans += schedule._runtime.spans
             optimizer.step()
             optimizer.zero_grad()
+        last = schedule.timeline()  # of the last step, and every rank's
+        assert [[s.action for s in row] for row in last.spans] == [list(row) for row in last.order.actions]
         if made is SchedulePipeDream2BW:
             schedule.flush()
             spans += schedule._runtime.spans
