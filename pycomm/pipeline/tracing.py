@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
@@ -74,6 +75,26 @@ def same_as_traced(value: Any, traced: Any, name: str) -> None:
         )
 
 
+class _Symbol(fx.Proxy):
+    """As fx's, but ``x += y`` stays in place: other names of x see it."""
+
+
+def _in_place(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    def method(self: fx.Proxy, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
+
+    return method
+
+
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
+    setattr(_Symbol, f"__{_name}__", _in_place(_name))
+
+
+def _context() -> tuple[Any, ...]:
+    """What an operation is computed under, and a graph does not note."""
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
 class Tracer(fx.Tracer):
     """Opens the root and the modules given; see the file's text.
 
@@ -98,6 +119,16 @@ class Tracer(fx.Tracer):
         self._opened, self._marks = set(opened), dict(marks)
         self.n_calls: dict[nn.Module, int] = {}
         self.constants: dict[str, Tensor] = {}
+        self._context = _context()
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """The symbol of a node."""
+        if _context() != self._context:
+            raise RuntimeError(
+                f"{node.name} ({node.target}) is under no_grad, enable_grad or autocast, which the graph "
+                "would lose"
+            )
+        return _Symbol(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether it stays whole."""
@@ -186,6 +217,24 @@ def _tracing(tracer: Tracer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _no_state(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """The forwards of opened modules must not set attributes: the graph would not."""
+    before = [(m, dict(m.__dict__)) for m in modules]
+    changed = ""
+    try:
+        yield
+    finally:
+        for m, attributes in before:
+            for name in {*attributes, *m.__dict__}:
+                if name not in attributes or m.__dict__.get(name) is not attributes[name]:
+                    changed = f"{type(m).__name__}.{name}"
+            m.__dict__.clear()
+            m.__dict__.update(attributes)
+    if changed:
+        raise RuntimeError(f"the forward sets {changed}, which the graph would not")
+
+
+@contextlib.contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
     """Buffers, gradients, modes and torch's random numbers are afterwards as they were."""
     buffers = [(b, b.detach().clone()) for b in module.buffers()]
@@ -250,9 +299,10 @@ def _trace_once(
             f"pipeline(): mb_args and mb_kwargs do not fit {type(module).__name__}.forward{signature}: "
             f"{error}"
         ) from None
-    tracer = Tracer(bound, signature, [module, *opened], marks)
+    all_opened = [module, *opened]
+    tracer = Tracer(bound, signature, all_opened, marks)
     try:
-        with _tracing(tracer):
+        with _tracing(tracer), _no_state(all_opened):
             return tracer.trace(module), tracer
     except Exception as error:
         raise RuntimeError(

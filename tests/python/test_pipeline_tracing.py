@@ -208,6 +208,15 @@ class Changing(nn.Module):
         x = self.a(x)
         if what == "norm":
             return self.norm(self.b(self.norm(x)))
+        if what == "grad":
+            with torch.no_grad():
+                x = x * 2
+        if what == "state":
+            self.last = x
+        if what == "alias":
+            y = x
+            x += 1
+            return self.b(x + y)
         if what == "mode" and self.training:
             return self.b(x + 1)
         return self.b(x)
@@ -239,10 +248,21 @@ def test_what_cannot_be_split_is_said():
         pipeline(net, (x,), split_spec=cut, num_stages=2)
     for what, error, said in (
         ("plain", ValueError, r"b \(b\) changes in place what stage 0 made, in stage 1"),
+        ("grad", RuntimeError, r"mul \(.*\) is under no_grad, enable_grad or autocast"),
+        ("state", RuntimeError, "the forward sets Changing.last, which the graph would not"),
         ("mode", RuntimeError, "Changing does other things in training than in evaluation"),
     ):
         with pytest.raises(error, match=said):
             pipeline(Changing(), (x, what), split_spec=cut)
+    aliasing = Changing()
+
+    def before(name):
+        return lambda graph: [node for node in graph.nodes if node.name == name]
+
+    with pytest.raises(ValueError, match=r"iadd .* changes in place what stage 0 made"):
+        pipeline(aliasing, (x, "alias"), split_policy=before("iadd"))
+    aliased = pipeline(aliasing, (x, "alias"), split_policy=before("add"))
+    assert torch.equal(aliased(x, "alias"), aliasing(x, "alias"))
     with pytest.raises(ValueError, match="'norm' is called in stages 0 and 1"):
         pipeline(Changing(), (x, "norm"), split_spec={"b": SplitPoint.END})
     twice = pipeline(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), (x,), split_spec={
