@@ -3,6 +3,7 @@ overflow are those of one process, in float64."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import hybrid_model as gpt
@@ -141,3 +142,49 @@ def by_megatrons_names(rank: int, size: int) -> None:
 
 def test_communicators_under_megatrons_names() -> None:
     run_ranks(4, by_megatrons_names)
+
+
+def clipped(rank: int, size: int) -> None:
+    """Stages whose gradients differ a thousandfold; a loss scale that is too large on one stage only."""
+    torch.manual_seed(3)
+    whole = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]).double()
+    with torch.no_grad():
+        whole[1].weight.mul_(1e-3)  # so that the first stage's gradients are small
+    part = copy.deepcopy(whole[rank])
+    scaler = tp.GradScaler([None, pycomm.init()], init_scale=4.0, growth_interval=1)
+    schedule = get_schedule_class("1F1B")(
+        PipelineStage(part, rank, size), 2, loss_fn=lambda y, t: scaler.scale(nn.functional.mse_loss(y, t))
+    )
+    sgd = torch.optim.SGD(part.parameters(), lr=0.1)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    schedule.step(x, target=x)
+    scaler.unscale_(sgd)
+    nn.functional.mse_loss(whole[1](whole[0](x)), x).backward()
+    norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    alone = copy.deepcopy(part)
+    for p, q in zip(alone.parameters(), part.parameters(), strict=True):
+        p.grad = q.grad.clone()
+    torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    assert float(clip_grad_norm_(schedule, 0.1)) == pytest.approx(float(norm), rel=1e-12)
+    for p, q, other in zip(part.parameters(), whole[rank].parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, atol=1e-14, rtol=1e-9)
+        # A stage by itself: the first one's gradients are below the bound, and would not be clipped at all.
+        if rank == 0:
+            assert float(other.grad.norm()) > 2 * float(q.grad.norm())
+    scaler.step(sgd)
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+    before = part.weight.detach().clone()
+    schedule.step(x, target=x)
+    if rank == 1:
+        part.bias.grad[0] = torch.inf
+    assert has_overflow(schedule)
+    scaler.step(sgd)
+    scaler.update()
+    assert torch.equal(part.weight, before) and scaler.get_scale() == 4.0  # on both stages
+    frozen = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # without a gradient on either
+    scaler.step(frozen)
+
+
+def test_clipping_by_stage_is_wrong_and_an_overflow_skips_every_stages_step() -> None:
+    run_ranks(2, clipped)

@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.pipeline import PipelineStage, get_schedule_class
+from pycomm.pipeline import PipelineSchedule, PipelineStage, get_schedule_class
+from pycomm.pipeline.replicas import wrappers_of
 from pycomm.pipeline.schedule.action import Action
 from pycomm.pipeline.schedule.catalog import CATALOG, build
 from pycomm.pipeline.schedule.order import Order, parse
@@ -17,6 +19,7 @@ from pycomm.pipeline.schedule.simulate import Costs, simulate
 from pycomm.pipeline.schedule.transfers import with_transfers
 from pycomm.pipeline.schedule.verify import verify
 from ranks import run_ranks
+from torch_backend_ranks import world
 
 pytestmark = pytest.mark.timeout(300)
 F64 = torch.float64
@@ -163,3 +166,128 @@ def replicated(rank, size, names):
 
 def test_every_schedule_with_replicas_has_one_process_gradients():
     run_ranks(4, replicated, list(CATALOG), timeout=200)
+
+
+def wrapping(rank, size):
+    """torch's own wrapper, a hook, buffers, what is wrapped late: one cut each."""
+    with world(rank, size):
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        pipe, replicas = mesh["pp"], mesh.get_group("dp")
+        at, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+
+        def schedule_of(name, wrap):
+            order = build(name, 2, 3)
+            whole = stages_of(order.n_stages)
+            parts = {s: copy.deepcopy(whole[s]) for s in order.stages_of(at)}
+            stages = [PipelineStage(wrap(p), s, order.n_stages, group=pipe) for s, p in parts.items()]
+            made = get_schedule_class(name)(stages, 3, loss_fn=nn.functional.mse_loss)
+            return made, parts, whole
+
+        def torchs_own(module):
+            return nn.parallel.DistributedDataParallel(
+                module, process_group=replicas, find_unused_parameters=True
+            )
+
+        def hooked(module):
+            ddp = pycomm.DistributedDataParallel(
+                module, process_group=replicas, find_unused_parameters=True, bucket_cap_mb=1e-4
+            )
+            ddp.register_comm_hook(calls, counting)
+            return nn.Sequential(ddp)  # within the stage's module
+
+        calls: list[int] = []
+
+        def counting(state, bucket):
+            state.append(bucket.index())
+            mean = bucket.buffer() / dist.get_world_size(replicas)
+            return (
+                dist.all_reduce(mean, group=replicas, async_op=True).get_future().then(lambda f: f.value()[0])
+            )
+
+        for name, wrap in (("1F1B", torchs_own), ("ZBVZeroBubble", torchs_own), ("ZBVZeroBubble", hooked)):
+            schedule, parts, whole = schedule_of(name, wrap)
+            for step in range(2):
+                x = batch(step, 12)
+                mine = x.chunk(2)[replica]
+                calls.clear()
+                schedule.step(mine, target=mine)
+                one_process(whole, x, 2, 3).backward()
+                same_gradients(parts, whole, (name, wrap, step))
+            if wrap is hooked:  # each bucket once, not once for each microbatch
+                assert len(calls) == sum(
+                    len(w.buckets) for stage in schedule.stages for w in wrappers_of(stage.submod)
+                )
+
+        def with_hook(module):
+            wrapped = torchs_own(module)
+            wrapped.register_comm_hook(None, counting)
+            return wrapped
+
+        with pytest.raises(ValueError, match="torch's DistributedDataParallel with a communication hook"):
+            schedule_of("1F1B", with_hook)
+        with pytest.raises(ValueError, match=r"reduces the gradients of stage \d, whose module is in no"):
+            own = with_reductions(build("1F1B", 2, 3))
+            PipelineSchedule(PipelineStage(nn.Linear(1, 1), at, 2, group=pipe), 3, order=own)
+        # Wrapped when the schedule has begun.
+        late = nn.Sequential(nn.Linear(4, 4))
+        schedule = get_schedule_class("1F1B")(
+            PipelineStage(late, at, 2, group=pipe), 3, loss_fn=nn.functional.mse_loss
+        )
+        x = batch(0, 3).float()
+        schedule.step(x, target=x)
+        late[0] = pycomm.DistributedDataParallel(late[0], process_group=replicas)
+        with pytest.raises(RuntimeError, match="wrap modules before the schedule's first step"):
+            schedule.step(x, target=x)
+
+
+def test_torchs_wrapper_hooks_and_what_is_refused():
+    run_ranks(4, wrapping, timeout=200)
+
+
+class Counting(nn.Module):
+    """A buffer that every forward changes; rank 0's is given to all before a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += x.detach().sum().float()
+        return self.layer(x)
+
+
+def sharing(rank, size):
+    """Both ends of a V on rank 0 share a weight; every stage has a buffer."""
+    pipe, replicas = meshed(rank, size)
+    torch.manual_seed(1)
+    whole = nn.ModuleList(Counting() for _ in range(4)).double()
+    whole[3].layer.weight = whole[0].layer.weight
+    mine = copy.deepcopy(whole)
+    order = build("ZBVZeroBubble", 2, 2)
+    wrapped = {
+        s: pycomm.DistributedDataParallel(mine[s], communicator=replicas) for s in order.stages_of(pipe.rank)
+    }
+    schedule = get_schedule_class("ZBVZeroBubble")(
+        [PipelineStage(w, s, 4, group=pipe) for s, w in wrapped.items()], 2, loss_fn=nn.functional.mse_loss
+    )
+    if pipe.rank == 0:  # neither is complete before both are
+        assert [str(a) for a in schedule.order.actions[0][-2:]] == ["3REDUCE_GRAD", "0REDUCE_GRAD"]
+    seen = 0.0
+    for step in range(2):
+        x = batch(step, 8)
+        part = x.chunk(2)[replicas.rank]
+        schedule.step(part, target=part)
+        y = x
+        for stage in whole:
+            y = stage(y)
+        nn.functional.mse_loss(y, x).backward()
+        same_gradients({s: mine[s] for s in wrapped}, whole, step)
+        if pipe.rank == 0:  # of the first replica at the step's begin, then each its own
+            first = x.chunk(2)[0]
+            torch.testing.assert_close(float(mine[0].seen), seen + float(part.sum()), rtol=1e-5, atol=1e-5)
+            seen += float(first.sum())
+
+
+def test_a_parameter_shared_by_two_stages_and_buffers():
+    run_ranks(4, sharing, timeout=200)
