@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pycomm.pipeline import PipelineStage, convert_deferred_batch_norm, get_schedule_class
-from pycomm.pipeline.batch_norm import DeferredBatchNorm
+from pycomm.pipeline.batch_norm import DeferredBatchNorm, deferring
 from pycomm.pipeline.schedule.catalog import build
 from ranks import run_ranks
 
@@ -149,6 +149,17 @@ def test_statistics_of_the_whole_batch(size):
 
 def test_plain_and_failing_steps():
     run_ranks(1, plain)
+
+
+def test_parts_of_any_size_count_by_their_values():
+    norm, plain = convert_deferred_batch_norm(nn.BatchNorm2d(3)).double(), nn.BatchNorm2d(3).double()
+    assert isinstance(norm, DeferredBatchNorm)
+    x = torch.randn(9, 3, 2, 2, dtype=torch.float64) * 5 + 100
+    with deferring([norm]):
+        for part in x.split([1, 0, 6, 2]):
+            assert norm(part).shape == part.shape
+    plain(x)
+    close(norm, plain, "parts")
 
 
 def test_conversion_keeps_everything():
