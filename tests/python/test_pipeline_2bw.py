@@ -1,5 +1,4 @@
-"""PipeDream-2BW: the weights of one process in float64 under the delayed update, bit for bit in its order of
-updates, and no flush between steps."""
+"""PipeDream-2BW: the weights of one process under the delayed update, in float64; no flush between steps."""
 
 import copy
 import time
@@ -10,6 +9,7 @@ from torch import nn
 
 import pycomm
 from pycomm.pipeline import PipelineStage, Schedule1F1B, SchedulePipeDream2BW, get_schedule_class, pop, stash
+from pycomm.pipeline.gradients import clip_grad_norm_
 from pycomm.pipeline.schedule.one_f_one_b import pipedream_2bw, two_bw_steps
 from pycomm.pipeline.schedule.order import Order
 from pycomm.pipeline.schedule.simulate import Costs, Timeline, simulate
@@ -96,9 +96,9 @@ def loss_fn(output, target):
 class OneProcess:
     """w_1 = w_0, then w_{t+1} = optimizer(w_t, g_{t-1}) with g_t = grad f_t(w_t), in its plainest form."""
 
-    def __init__(self, model, optimizer):
-        self.model, self.optimizer = model, optimizer
-        self.pending = None
+    def __init__(self, model, optimizer, max_norm=None):
+        self.model, self.optimizer, self.max_norm = model, optimizer, max_norm
+        self.pending, self.norm = None, 0.0
 
     def loss_of(self, ids, target):
         x = ids
@@ -117,6 +117,8 @@ class OneProcess:
         if self.pending is not None:
             for p, g in zip(self.model.parameters(), self.pending, strict=True):
                 p.grad = g
+            if self.max_norm is not None:
+                self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
             self.optimizer.step()
         self.pending = None
 
@@ -246,6 +248,37 @@ def resuming(rank, size):
 
 def test_resuming_from_a_flush_is_continuing():
     run_ranks(3, resuming)
+
+
+def clipped(rank, size):
+    """The norm is the whole model's, of the batch before; there is none in the first step."""
+    whole = blocks(size)
+    part = copy.deepcopy(whole)[rank]
+    reference = OneProcess(whole, OPTIMIZERS["adam"](whole.parameters()), max_norm=0.1)
+    optimizer = OPTIMIZERS["adam"](part.parameters())
+    schedule = SchedulePipeDream2BW(
+        PipelineStage(part, rank, size),
+        3,
+        loss_fn=loss_fn,
+        count=lambda t: t.numel(),
+        skips={"x": (0, size - 1)},
+        tied=[[(0, "weight"), (size - 1, "weight")]],
+    )
+    for t in range(4):
+        ids, target = batch_of(t)
+        schedule.step(ids, target=target)
+        reference.step(ids, target)
+        found = clip_grad_norm_(schedule, 0.1)
+        assert found == pytest.approx(float(reference.norm), abs=ATOL) and (found > 0.1) == (t > 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        for p, q in zip(part.parameters(), whole[rank].parameters(), strict=True):
+            torch.testing.assert_close(p, q, atol=ATOL, rtol=0)
+    schedule.flush()
+
+
+def test_clipping_is_of_the_whole_model():
+    run_ranks(3, clipped)
 
 
 def replicated(rank, size):
