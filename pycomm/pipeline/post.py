@@ -26,6 +26,7 @@ from pycomm import _C
 from pycomm.communicator import Communicator
 from pycomm.errors import CommError
 from pycomm.pipeline.messages import Spec, decode, encode, specs
+from pycomm.pipeline.watch import LATE_S, Watch
 from pycomm.pipeline.wire import Wire, empty, unpack
 
 __all__ = ["Channel", "Expected", "Post", "Transfer"]
@@ -45,10 +46,8 @@ class Channel(NamedTuple):
     skip: str = ""
 
     def __str__(self) -> str:
-        what = "activation" if self.direction == "activation" else "gradient of the output"
-        if self.skip:
-            what = f"{self.direction} of skip {self.skip!r}"
-        return f"the {what} of microbatch {self.microbatch} for stage {self.stage}"
+        what = f"{self.direction} of skip {self.skip!r}" if self.skip else self.direction
+        return f"the {what} of microbatch {self.microbatch}"
 
 
 def _aligned(n: int) -> int:
@@ -56,29 +55,57 @@ def _aligned(n: int) -> int:
 
 
 class Transfer:
-    """A tensor on its way, and what keeps it."""
+    """A tensor on its way, and what keeps it.
 
-    __slots__ = ("tensor", "work")
+    Args:
+        post: whose it is.
+        tensor: to send, or to receive into.
+        what: it is part of.
+        rank: the other one.
+        stage: where it comes from; None: it is sent.
+    """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    __slots__ = ("_post", "_rank", "_stage", "_what", "tensor", "work")
+
+    def __init__(self, post: Post, tensor: Tensor, what: Channel, rank: int, stage: int | None) -> None:
+        self._post, self.tensor, self._what, self._rank, self._stage = post, tensor, what, rank, stage
         self.work: _C.Work | None = None
 
     def wait(self) -> None:
-        """Until it has come, or been taken.
+        """Until it has come, or been taken; warns when that takes long.
 
         Raises:
-            CommError: it does not, or is not.
+            CommError: it does not, or is not; the text says what was waited for and what that rank does.
         """
-        if self.work is not None:
-            self.work.wait(-1.0)
+        work, watch = self.work, self._post.watch
+        if work is None:
+            return
+        try:
+            if not work.done():
+                watch.wait()
+                if not work.wait(LATE_S):
+                    watch.warn(self._waits(), self._rank)
+                    work.wait(-1.0)
+                watch.go_on()
+            work.raise_if_failed()
+        except CommError as error:
+            raise type(error)(f"{self._waits()}: {error}") from None  # which has its whole text
+
+    def _waits(self) -> str:
+        me, it = f"rank {self._post.comm.rank}", f"rank {self._rank}"
+        doing = self._post.watch.doing(self._rank)
+        if self._stage is None:
+            return (
+                f"{me} waits until {it}, which {doing}, has taken {self._what} for stage {self._what.stage}"
+            )
+        return f"{me} waits for {self._what} from stage {self._stage} ({it}, which {doing})"
 
 
 class Expected:
     """A receive that has been posted."""
 
-    def __init__(self, post: Post, channel: Channel, src: int, known: list[Spec] | None) -> None:
-        self._post, self._channel, self._src, self._known = post, channel, src, known
+    def __init__(self, post: Post, channel: Channel, src: int, stage: int, known: list[Spec] | None) -> None:
+        self._post, self._channel, self._src, self._stage = post, channel, src, stage
         self._head = bytearray(_HEADER)
         self.transfers: list[Transfer] = []
         post.receiving.add(self)
@@ -87,7 +114,7 @@ class Expected:
             self._receive(empty(spec))
 
     def _receive(self, tensor: Tensor) -> Transfer:
-        transfer = Transfer(tensor)
+        transfer = Transfer(self._post, tensor, self._channel, self._src, self._stage)
         self.transfers.append(transfer)
         transfer.work = self._post.comm._start(False, tensor, self._src, self._post.tag(self._channel))
         return transfer
@@ -98,15 +125,6 @@ class Expected:
         Raises:
             CommError: it does not come; the text says what was waited for and from whom.
         """
-        try:
-            taken = self._take()
-        except CommError as error:
-            where = f"stage {self._channel.stage} waited for {self._channel} from rank {self._src}"
-            raise type(error)(f"{where}: {error}") from None  # which has its whole text
-        self._post.receiving.discard(self)
-        return taken
-
-    def _take(self) -> tuple[Any, list[Spec]]:
         for transfer in self.transfers:
             transfer.wait()
         length, flags = _FIRST.unpack_from(self._head)
@@ -115,13 +133,16 @@ class Expected:
             rest = bytearray(length - len(header))
             self._receive(torch.frombuffer(rest, dtype=torch.uint8)).wait()
             header += rest
+        self._post.receiving.discard(self)
         found = specs(header)
         if flags & _INSIDE:
             return decode(header, self._inside(found, _FIRST.size + length)), found
         if not flags & _AS_EXPECTED:
+            self._post.receiving.add(self)
             coming = [self._receive(empty(spec)) for spec in found]
             for transfer in coming:
                 transfer.wait()
+            self._post.receiving.discard(self)
         else:
             coming = self.transfers[1 : 1 + len(found)]
         self._post.known[self._channel] = found
@@ -160,6 +181,7 @@ class Post:
         self, comm: Communicator, n_stages: int, skips: Sequence[str] = (), wire: Wire | None = None
     ) -> None:
         self.comm = comm
+        self.watch = Watch(comm)
         self.wire = Wire() if wire is None else wire
         self._kinds = {
             kind: i for i, kind in enumerate((d, s) for s in ("", *skips) for d in ("activation", "gradient"))
@@ -177,9 +199,9 @@ class Post:
         place = channel.microbatch * self._n_stages + channel.stage
         return len(self._kinds) * place + self._kinds[channel.direction, channel.skip]
 
-    def expect(self, channel: Channel, src: int) -> Expected:
-        """Posts the receive of a message."""
-        return Expected(self, channel, src, self.known.get(channel))
+    def expect(self, channel: Channel, src: int, stage: int) -> Expected:
+        """Posts the receive of a message from a stage of rank ``src``."""
+        return Expected(self, channel, src, stage, self.known.get(channel))
 
     def send(self, channel: Channel, dst: int, value: Any) -> None:
         """Sends a message, without waiting for its receiver; its tensors must not be changed in this step.
@@ -216,7 +238,7 @@ class Post:
         while self._sending and (work := self._sending[0].work) is not None and work.done():
             self._sending.popleft()  # what has been taken needs its memory no longer
         for part in parts:
-            transfer = Transfer(part)
+            transfer = Transfer(self, part, channel, dst, None)
             self._sending.append(transfer)
             transfer.work = self.comm._start(True, part, dst, tag)
 

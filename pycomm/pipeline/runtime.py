@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from pycomm.communicator import Communicator
+from pycomm.errors import CommError
 from pycomm.pipeline.messages import Spec, leaves, replace_leaves
 from pycomm.pipeline.post import Channel, Expected, Post
 from pycomm.pipeline.replicas import Replicas
@@ -28,6 +29,7 @@ from pycomm.pipeline.schedule.transfers import with_transfers
 from pycomm.pipeline.schedule.verify_transfers import verify_transfers
 from pycomm.pipeline.skips import Skips
 from pycomm.pipeline.stage import PipelineStage, as_leaves
+from pycomm.pipeline.wire import Wire
 
 __all__ = ["Runtime", "Step"]
 
@@ -44,6 +46,7 @@ class Runtime:
         stages: of this rank, by their number.
         n_stages: of the pipeline.
         skips: name: (from stage, to stage).
+        wire: how tensors travel to other ranks; None: as they are.
     """
 
     def __init__(
@@ -52,11 +55,12 @@ class Runtime:
         stages: dict[int, PipelineStage],
         n_stages: int,
         skips: Mapping[str, tuple[int, int]],
+        wire: Wire | None = None,
     ) -> None:
         self.comm = comm
         self.stages = stages
         self.skips = skips
-        self.post = Post(comm, n_stages, sorted(skips))
+        self.post = Post(comm, n_stages, sorted(skips), wire)
         self.spans: list[Span] = []  # of the last step
         self.order: Order | None = None  # of it
         self._actions: dict[int, tuple[Order, list[Action]]] = {}  # by id; the order keeps its id taken
@@ -98,17 +102,27 @@ class Runtime:
             under: makes the context in which an action is done; who gives one waits for the sends itself.
         """
         self.spans, self.order = step.spans, step._order
+        action: Action | None = None
         try:
             for action in actions:
+                self.post.watch.begin(action)
                 with under(action) if under is not None else contextlib.nullcontext():
                     step.do(action)
             if under is None:
                 self.post.finish()
-        except BaseException:
+            self.post.watch.end()
+        except BaseException as error:
             self.post.abandon()
+            self._tell(error, action)
             for stage in self.stages.values():
                 stage.forget()
             raise
+
+    def _tell(self, error: BaseException, action: Action | None) -> None:
+        """The peers of a rank whose step has ended with an error of its own wait for what never comes."""
+        if isinstance(error, Exception) and not isinstance(error, CommError):
+            what = f"{type(error).__name__} in {action}: {error}"
+            self.comm._c.abort(f"the pipeline's step ended on rank {self.comm.rank} with {what}")
 
 
 class Step:
@@ -153,7 +167,7 @@ class Step:
         return self._order.placement[stage] != self._rank
 
     def _expect(self, channel: Channel, source: int) -> None:
-        self._coming[channel] = self._post.expect(channel, self._order.placement[source])
+        self._coming[channel] = self._post.expect(channel, self._order.placement[source], source)
 
     def _expect_gradient(self, channel: Channel, source: int) -> None:
         """Posts the receive of a gradient, if one will come: known when the activation has left."""

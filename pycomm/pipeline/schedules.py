@@ -35,6 +35,7 @@ from pycomm.pipeline.schedule.simulate import Timeline
 from pycomm.pipeline.schedule.verify import verify
 from pycomm.pipeline.stage import PipelineStage
 from pycomm.pipeline.ties import Tie
+from pycomm.pipeline.wire import Wire
 from pycomm.tensor_parallel.group import communicator_of
 
 __all__ = [
@@ -73,6 +74,9 @@ class PipelineSchedule:
         tied: for each weight that several stages have, its places: (stage, parameter's name) of each; they
             begin with the first one's values.
         order: actions of a user's own in place of the class's schedule (see :class:`Order`).
+        wire: "fp16", "bf16" or "int8": large float32 activations and their gradients travel so between ranks
+            (:mod:`pycomm.pipeline.wire` has the bounds); None: as they are.
+        wire_error_feedback: with "int8": what encoding lost is added to the next microbatch's.
 
     Attributes:
         loss: of the last step: a tensor on the rank of the last stage, or on all ranks; None elsewhere.
@@ -107,6 +111,8 @@ class PipelineSchedule:
         skips: Mapping[str, tuple[int, int]] | None = None,
         tied: Sequence[Sequence[tuple[int, str]]] = (),
         order: Order | None = None,
+        wire: str | None = None,
+        wire_error_feedback: bool = False,
     ) -> None:
         mine = [stages] if isinstance(stages, PipelineStage) else list(stages)
         if not mine:
@@ -135,7 +141,8 @@ class PipelineSchedule:
                     f"{self._order.name}: skip {name!r} must go from a stage to a later one of "
                     f"{n_stages}, got {source} to {to}"
                 )
-        self._runtime = Runtime(self._comm, self._stages, n_stages, skips)
+        travels = Wire(wire, wire_error_feedback)
+        self._runtime = Runtime(self._comm, self._stages, n_stages, skips, travels)
         self._ties = [Tie(places, self._comm, self._stages, self._order.placement) for places in tied]
         self._forwards = forward_only(self._order.placement, self._order.n_ranks, n_microbatches)
         self._has_agreed = False
@@ -309,6 +316,7 @@ class PipelineSchedule:
                 f"actions {actions}",
                 f"skips {sorted(self._runtime.skips.items())}",
                 f"loss_on_all_ranks {self._shares_loss}",
+                f"wire {self._runtime.post.wire.wire}",
             ],
         )
         self._order = with_replicas(self._given, self._stages, self._comm)
