@@ -25,6 +25,7 @@ from pycomm.cli.output import bad_argument, console, print_json, refusing
 from pycomm.pipeline.schedule import picture
 from pycomm.pipeline.schedule.catalog import CATALOG, build
 from pycomm.pipeline.schedule.order import Order
+from pycomm.pipeline.schedule.reductions import with_reductions
 from pycomm.pipeline.schedule.simulate import Costs, Timeline, simulate
 from pycomm.pipeline.schedule.transfers import with_transfers
 from pycomm.pipeline.schedule.verify import live_activations, verify
@@ -57,7 +58,12 @@ def _order(name: str, ranks: int, microbatches: int, stages: int | None) -> Orde
 
 
 def _run(
-    order: Order, forward: float, backward_input: float, backward_weight: float, latency: float
+    order: Order,
+    forward: float,
+    backward_input: float,
+    backward_weight: float,
+    latency: float,
+    reduce: float = 0.0,
 ) -> Timeline:
     for what, value in (
         ("forward", forward),
@@ -68,8 +74,12 @@ def _run(
             raise ValueError(f"--{what} must be a time above 0, got {value:g}")
     if latency < 0:
         raise ValueError(f"--latency must be a time, got {latency:g}")
+    if reduce < 0:
+        raise ValueError(f"--reduce must be a time, got {reduce:g}")
     v = order.n_stages / order.n_ranks
-    return simulate(order, Costs(forward / v, backward_input / v, backward_weight / v, latency))
+    if reduce > 0:
+        order = with_reductions(order)
+    return simulate(order, Costs(forward / v, backward_input / v, backward_weight / v, latency, reduce / v))
 
 
 def _figures(timeline: Timeline) -> dict[str, Any]:
@@ -108,12 +118,17 @@ def show(
     microbatches: Microbatches = 8,
     stages_per_rank: Stages = None,
     transfers: Annotated[bool, typer.Option("--transfers", help="With sends and receives.")] = False,
+    replicas: Annotated[
+        bool, typer.Option("--replicas", help="With reductions: each stage has data-parallel replicas.")
+    ] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the actions as CSV.")] = False,
     as_json: Json = False,
 ) -> None:
     """Every rank's actions: a picture in time, one column a unit, all actions equally long."""
     with refusing():
         order = _order(name, ranks, microbatches, stages_per_rank)
+        if replicas:
+            order = with_reductions(order)
         rows = with_transfers(order) if transfers else [list(actions) for actions in order.actions]
         if as_json:
             print_json([[str(action) for action in actions] for actions in rows])
@@ -123,7 +138,7 @@ def show(
             for rank, actions in enumerate(rows):
                 typer.echo(f"rank {rank}: {' '.join(map(str, actions))}")
         else:
-            typer.echo(picture.text(simulate(order)))
+            typer.echo(picture.text(simulate(order, Costs(reduce=1.0))))
 
 
 @app.command("verify")
@@ -189,6 +204,7 @@ def simulate_(
     backward_input: Input = 1.0,
     backward_weight: Weight = 1.0,
     latency: Latency = 0.0,
+    reduce: Annotated[float, typer.Option(help="Time to average a rank's gradients over replicas.")] = 0.0,
     draw: Annotated[Path | None, typer.Option(help="Write the timeline: PNG, SVG, PDF.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -196,7 +212,7 @@ def simulate_(
     with refusing():
         order = _order(name, ranks, microbatches, stages_per_rank)
         verify(order)
-        timeline = _run(order, forward, backward_input, backward_weight, latency)
+        timeline = _run(order, forward, backward_input, backward_weight, latency, reduce)
     figures = _figures(timeline)
     if draw is not None:
         try:
@@ -207,7 +223,8 @@ def simulate_(
             bad_argument(f"cannot draw {draw}: {error}")
     if as_json:
         spans = [[[str(s.action), s.start, s.end] for s in row] for row in timeline.spans]
-        print_json({**figures, "timeline": spans})
+        reductions = [[[str(s.action), s.start, s.end] for s in row] for row in timeline.reductions]
+        print_json({**figures, "timeline": spans, **({"reductions": reductions} if reductions else {})})
         return
     typer.echo(picture.text(timeline))
     peaks = ", ".join(f"{peak:g}" for peak in figures["peak_activations"])

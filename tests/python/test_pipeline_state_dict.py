@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +165,25 @@ def names(rank: int, size: int) -> None:
 
 def test_names_are_the_whole_models() -> None:
     run_ranks(2, names)
+
+
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+
+    def run(n: int, *options: str) -> list[float]:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+        example = str(root / "examples" / "pipeline_hybrid.py")
+        ended = subprocess.run(
+            [sys.executable, *launch, example, *options],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return [float(found) for found in re.findall(r"loss (\d+\.\d+)", ended.stdout)]
+
+    first = run(4, "--pp", "2", "--tp", "2", "--steps", "3", "--save", str(tmp_path))
+    assert len(first) == 3 and first[2] < first[0]
+    [after] = run(2, "--dp", "2", "--steps", "1", "--load", str(tmp_path))
+    assert after < first[2]
