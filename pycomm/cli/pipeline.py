@@ -5,11 +5,15 @@
     pycomm pipeline verify --all --ranks 1-8 --microbatches 1-16
     pycomm pipeline simulate ZBVZeroBubble --ranks 4 --microbatches 8 --latency 0.1 --draw zbv.svg
     pycomm pipeline choose --ranks 4 --microbatches 16 --forward 10 --backward-input 11 --backward-weight 9
+    pycomm pipeline simulate 1F1B --measured run.json --draw both.svg
+    pycomm pipeline choose --measured run.json
 
-Times are those of one microbatch through all that a rank holds, in any unit; ``choose`` and ``simulate``
-divide them by the stages on a rank. Every command takes ``--json``; ``show`` also ``--csv``, which torch
-reads as well. A schedule may be a file of that form instead of a name. ``verify`` exits with 1 when a proof
-fails; a bad argument exits with 2. Nothing here needs torch.
+``--measured`` takes ranks, microbatches, times and latency from a file that ``schedule.save_measured`` has
+written in a run, in seconds; ``simulate`` then draws the run beside the simulation. Else times are those of
+one microbatch through all that a rank holds, in any unit; ``choose`` and ``simulate`` divide them by the
+stages on a rank. Every command takes ``--json``; ``show`` also ``--csv``, which torch reads as well. A
+schedule may be a file of that form instead of a name. ``verify`` exits with 1 when a proof fails; a bad
+argument exits with 2. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from pycomm.cli import units
 from pycomm.cli.output import bad_argument, console, print_json, refusing
 from pycomm.pipeline.schedule import picture
 from pycomm.pipeline.schedule.catalog import CATALOG, build
+from pycomm.pipeline.schedule.measured import Measured
 from pycomm.pipeline.schedule.order import Order
 from pycomm.pipeline.schedule.reductions import with_reductions
 from pycomm.pipeline.schedule.simulate import Costs, Timeline, simulate
@@ -46,6 +51,10 @@ Forward = Annotated[float, typer.Option(help="Time of a microbatch's forward on 
 Input = Annotated[float, typer.Option(help="… of its backward, the gradient of the input.")]
 Weight = Annotated[float, typer.Option(help="… of its backward, the gradient of the weights.")]
 Latency = Annotated[float, typer.Option(help="From the end of an action to its result on another rank.")]
+Run = Annotated[
+    Path | None,
+    typer.Option("--measured", help="A run's file (schedule.save_measured): its ranks, microbatches, times."),
+]
 
 
 def _order(name: str, ranks: int, microbatches: int, stages: int | None) -> Order:
@@ -80,6 +89,19 @@ def _run(
     if reduce > 0:
         order = with_reductions(order)
     return simulate(order, Costs(forward / v, backward_input / v, backward_weight / v, latency, reduce / v))
+
+
+def _measured(path: Path | None) -> Measured | None:
+    if path is None:
+        return None
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        return Measured.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _figures(timeline: Timeline) -> dict[str, Any]:
@@ -205,18 +227,32 @@ def simulate_(
     backward_weight: Weight = 1.0,
     latency: Latency = 0.0,
     reduce: Annotated[float, typer.Option(help="Time to average a rank's gradients over replicas.")] = 0.0,
+    measured: Run = None,
     draw: Annotated[Path | None, typer.Option(help="Write the timeline: PNG, SVG, PDF.")] = None,
     as_json: Json = False,
 ) -> None:
     """How long a step takes, how much of it is idle, and how many activations each rank keeps."""
     with refusing():
+        run = _measured(measured)
+        if run is not None:
+            ran = run.timeline.order
+            ranks, microbatches = ran.n_ranks, ran.n_microbatches
+            if stages_per_rank is None and ran.name.lower() == name.lower():
+                stages_per_rank = ran.n_stages // ran.n_ranks
         order = _order(name, ranks, microbatches, stages_per_rank)
         verify(order)
-        timeline = _run(order, forward, backward_input, backward_weight, latency, reduce)
+        if run is None:
+            timeline = _run(order, forward, backward_input, backward_weight, latency, reduce)
+        else:
+            timeline = simulate(order, run.costs_for(order))
     figures = _figures(timeline)
+    pictures = {f"{order.name}, simulated": timeline}
+    if run is not None:
+        pictures[f"{run.timeline.order.name}, measured"] = run.timeline
+        figures["measured"] = {"makespan": run.timeline.makespan, "bubble": run.timeline.bubble}
     if draw is not None:
         try:
-            picture.draw({order.name: timeline}, draw)
+            picture.draw(pictures if run is not None else {order.name: timeline}, draw, "s" if run else "")
         except ModuleNotFoundError:
             bad_argument("--draw needs matplotlib: pip install 'pycomm-collectives[plot]'")
         except (OSError, ValueError) as error:
@@ -226,9 +262,15 @@ def simulate_(
         reductions = [[[str(s.action), s.start, s.end] for s in row] for row in timeline.reductions]
         print_json({**figures, "timeline": spans, **({"reductions": reductions} if reductions else {})})
         return
-    typer.echo(picture.text(timeline))
+    if run is None:
+        typer.echo(picture.text(timeline))
     peaks = ", ".join(f"{peak:g}" for peak in figures["peak_activations"])
-    typer.echo(f"step {timeline.makespan:g}, idle {timeline.bubble:.1%}, activations of each rank: {peaks}")
+    typer.echo(f"step {timeline.makespan:.6g}, idle {timeline.bubble:.1%}, activations of each rank: {peaks}")
+    if run is not None:
+        typer.echo(
+            f"measured, {run.timeline.order.name}: step {run.timeline.makespan:.4g}, idle "
+            f"{run.timeline.bubble:.1%}, latency {run.costs.latency:.2g}"
+        )
 
 
 @app.command()
@@ -243,15 +285,22 @@ def choose(
     backward_input: Input = 1.0,
     backward_weight: Weight = 1.0,
     latency: Latency = 0.0,
+    measured: Run = None,
     as_json: Json = False,
 ) -> None:
     """All schedules on one model, the quickest that fits first."""
     found = []
     with refusing():
+        run = _measured(measured)
+        if run is not None:
+            ranks, microbatches = run.timeline.order.n_ranks, run.timeline.order.n_microbatches
         for entry in CATALOG.values():
             for v in [entry.stages_per_rank] if entry.stages_per_rank else range(2, max_stages_per_rank + 1):
                 order = build(entry.name, ranks, microbatches, v)
-                timeline = _run(order, forward, backward_input, backward_weight, latency)
+                if run is None:
+                    timeline = _run(order, forward, backward_input, backward_weight, latency)
+                else:
+                    timeline = simulate(order, run.costs_for(order))
                 line = _figures(timeline)
                 peak = max(line["peak_activations"])
                 line["fits"] = max_activations is None or peak <= max_activations
@@ -265,7 +314,7 @@ def choose(
         table.add_row(
             line["schedule"],
             str(line["stages_per_rank"]),
-            f"{line['makespan']:g}",
+            f"{line['makespan']:.4g}",
             f"{line['bubble']:.1%}",
             f"{max(line['peak_activations']):g}",
             "yes" if line["fits"] else "no",

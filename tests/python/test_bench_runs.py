@@ -238,3 +238,27 @@ def test_a_waiting_rank_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = _bench_script("late_peer").late_peer_shares(0.5)
     assert len(shares) == 5
     assert max(shares.values()) < 0.05, shares
+
+
+@pytest.mark.timeout(120)
+def test_pipelines_are_measured_beside_torchs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    script = _bench_script("pipeline")
+    times = script.launch("overhead", 2, 3)
+    assert {kind: len(found) for kind, found in times.items()} == {"alone": 3, "pycomm": 3, "torch": 3}
+    assert all(seconds > 0 for found in times.values() for seconds in found)
+    run = {"measured": 0.30, "simulated": 0.25, "latency_s": 1e-4}
+    case = {
+        "runs": [run],
+        "pycomm": {"step_s": [0.44], "bubble": [0.30]},
+        "torch": {"step_s": [0.40], "bubble": [0.36]},
+    }
+    table = script.Table()
+    script.sleeping_rows(table, [[case] * len(script.CASES)])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 3 * len(script.CASES)
+    assert "| 0.200 | 0.100 | **missed** |" in lines[2]  # 0.30 / 0.25 - 1
+    assert "| 1.100 | 1.000 | **missed** |" in lines[3]
+    assert "met" in lines[4] and not table.all_met  # 0.30 is nearer to 3/11 than 0.36
