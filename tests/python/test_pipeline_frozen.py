@@ -79,9 +79,9 @@ def freezing(rank, size, names):
                     log.append(channel),
                     call(channel, *rest),
                 )[1]
-                post.expect = lambda channel, src, log=awaited, call=expect: (
+                post.expect = lambda channel, *rest, log=awaited, call=expect: (
                     log.append(channel),
-                    call(channel, src),
+                    call(channel, *rest),
                 )[1]
                 x = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
                 for _ in range(2):
