@@ -1,6 +1,7 @@
 """Stages with data-parallel replicas: reduced once a step, equal to one process, in float64."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -291,3 +292,39 @@ def sharing(rank, size):
 
 def test_a_parameter_shared_by_two_stages_and_buffers():
     run_ranks(4, sharing, timeout=200)
+
+
+class Breaking(nn.Module):
+    """Raises in its fifth forward, when told."""
+
+    def __init__(self, breaks):
+        super().__init__()
+        self.layer, self.breaks, self.n = nn.Linear(2, 2), breaks, 0
+
+    def forward(self, x):
+        self.n += 1
+        if self.breaks and self.n == 5:
+            raise KeyError("broken")
+        return self.layer(x)
+
+
+def breaking(rank, size):
+    pipe, replicas = meshed(rank, size)
+    module = pycomm.DistributedDataParallel(Breaking(rank == 2), communicator=replicas)
+    schedule = get_schedule_class("1F1B")(
+        PipelineStage(module, pipe.rank, 2, group=pipe), 3, loss_fn=nn.functional.mse_loss
+    )
+    x = torch.ones(4, 2)
+    schedule.step(x, target=x)
+    began = time.monotonic()
+    with pytest.raises((KeyError, RuntimeError)) as caught:  # CommError is a RuntimeError
+        schedule.step(x, target=x)
+    if rank % 2 == 0:  # the pipeline that broke; its other replica waits in a reduction until told
+        with pytest.raises(RuntimeError):
+            schedule.step(x, target=x)
+    assert time.monotonic() - began < 20
+    return type(caught.value).__name__
+
+
+def test_a_step_that_breaks_on_one_replica_ends_on_all():
+    assert run_ranks(4, breaking)[2] == "KeyError"
