@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pycomm.communicator import Communicator
 from pycomm.errors import CommError
+from pycomm.pipeline.checks import check
 from pycomm.pipeline.messages import Spec, leaves, replace_leaves
 from pycomm.pipeline.post import Channel, Expected, Post
 from pycomm.pipeline.replicas import Replicas
@@ -257,16 +258,19 @@ class Step:
         return [(name, to) for name, (source, to) in sorted(self._skips.items()) if source == stage]
 
     def _args(self, stage: PipelineStage, k: int) -> tuple[Any, ...]:
-        if stage.is_first:
-            return self.inputs[k][0]
         number = stage.stage_index
+        if stage.is_first:
+            check(stage, k, self.inputs[k][0], self._rank)
+            return self.inputs[k][0]
         value = self._take_activation(Channel(number, k, "activation"), number - 1)
+        check(stage, k, value, self._order.placement[number - 1])
         return tuple(value) if isinstance(value, tuple) else (value,)
 
     def _forward(self, stage: PipelineStage, k: int, args: tuple[Any, ...], skips: Skips) -> None:
         loss, number = self.loss, stage.stage_index
         then = (lambda output: loss(output, k)) if stage.is_last and loss is not None else None
         output, made = stage.forward(k, args, self.inputs[k][1], then, self._keeps, skips)
+        check(stage, k, output, None)
         if stage.is_last:
             self.outputs[k] = replace_leaves(output, lambda t: t.detach())
             self.losses[k] = made.detach() if made is not None else None

@@ -23,6 +23,7 @@ from pycomm.communicator import Communicator
 from pycomm.ddp.agree import check_agreement
 from pycomm.pipeline import microbatches, timeline
 from pycomm.pipeline.batch_norm import deferred_norms, deferring
+from pycomm.pipeline.checks import between_stages, together
 from pycomm.pipeline.group import pipeline_communicator
 from pycomm.pipeline.messages import leaves
 from pycomm.pipeline.replicas import with_replicas
@@ -95,6 +96,7 @@ class PipelineSchedule:
     """
 
     schedule_name = ""  #: in the catalog
+    _begins = staticmethod(together)  # how a step looks at its arguments
 
     def __init__(
         self,
@@ -121,28 +123,29 @@ class PipelineSchedule:
         self._comm = pipeline_communicator(mine[0].group)
         self._stages = {stage.stage_index: stage for stage in mine}
         self._n_microbatches = n_microbatches
-        self._norms = deferred_norms(stage.submod for stage in mine)
-        for stage in mine:
-            stage.n_microbatches = n_microbatches
-        self._order = self._build(n_stages, n_microbatches) if order is None else order
-        verify(self._order)
-        self._check_stages(mine, n_stages)
-        self._given = self._order
-        self._order = with_replicas(self._given, self._stages)
-        self._loss_fn = loss_fn
-        self._specs = args_chunk_spec, kwargs_chunk_spec
-        self._scales, self._count = scale_grads, count
-        self._count_comm = None if count_group is None else communicator_of(count_group)
-        self._shares_loss = loss_on_all_ranks
-        skips, tied = {**mine[0].skips, **(skips or {})}, [*mine[0].tied, *tied]
-        for name, (source, to) in skips.items():
-            if not name or not 0 <= source < to < n_stages:
-                raise ValueError(
-                    f"{self._order.name}: skip {name!r} must go from a stage to a later one of "
-                    f"{n_stages}, got {source} to {to}"
-                )
-        travels = Wire(wire, wire_error_feedback)
-        self._runtime = Runtime(self._comm, self._stages, n_stages, skips, travels)
+        with together(self._comm, self.schedule_name or type(self).__name__):
+            self._norms = deferred_norms(stage.submod for stage in mine)
+            for stage in mine:
+                stage.n_microbatches = n_microbatches
+            self._order = self._build(n_stages, n_microbatches) if order is None else order
+            verify(self._order)
+            self._check_stages(mine, n_stages)
+            self._given = self._order
+            self._order = with_replicas(self._given, self._stages)
+            self._loss_fn = loss_fn
+            self._specs = args_chunk_spec, kwargs_chunk_spec
+            self._scales, self._count = scale_grads, count
+            self._count_comm = None if count_group is None else communicator_of(count_group)
+            self._shares_loss = loss_on_all_ranks
+            skips, tied = {**mine[0].skips, **(skips or {})}, [*mine[0].tied, *tied]
+            for name, (source, to) in skips.items():
+                if not name or not 0 <= source < to < n_stages:
+                    raise ValueError(
+                        f"{self._order.name}: skip {name!r} must go from a stage to a later one of "
+                        f"{n_stages}, got {source} to {to}"
+                    )
+            travels = Wire(wire, wire_error_feedback)
+            self._runtime = Runtime(self._comm, self._stages, n_stages, skips, travels)
         self._ties = [Tie(places, self._comm, self._stages, self._order.placement) for places in tied]
         self._forwards = forward_only(self._order.placement, self._order.n_ranks, n_microbatches)
         self._has_agreed = False
@@ -251,13 +254,15 @@ class PipelineSchedule:
             The output on the rank of the last stage, without autograd's graph; None elsewhere.
 
         Raises:
-            ValueError: a batch of fewer samples than microbatches, or no ``loss_fn`` on the last stage; on
-                every rank, that schedules or their microbatches differ.
+            ValueError: on every rank, before anything is sent: no batch, one of fewer samples than
+                microbatches, no ``loss_fn`` or target on the last stage, schedules or microbatches that
+                differ. In the step: a tensor that is not as ``input_args`` or ``output_args`` of a stage say.
             CommError: another rank is lost, or does not come.
         """
         self._agree()
-        loss = self._loss_of(target) if self._has_last else None
-        inputs = self._inputs(args, kwargs)
+        with self._begins(self._comm, f"{self._order.name}.step"):
+            loss = self._loss_of(target) if self._has_last else None
+            inputs = self._inputs(args, kwargs)
         with deferring(self._norms):
             outputs, made = self._train(inputs, loss)
         if not self._has_last:
@@ -286,10 +291,12 @@ class PipelineSchedule:
         """Forward of one batch, of any size that can be cut; as :meth:`step`, a loss is not needed."""
         self._agree()
         loss = None
-        if self._has_last and self._loss_fn is not None and target is not None:
-            loss = self._loss_of(target)
+        with self._begins(self._comm, f"{self._order.name}.eval"):
+            if self._has_last and self._loss_fn is not None and target is not None:
+                loss = self._loss_of(target)
+            inputs = self._inputs(args, kwargs)
         with deferring(self._norms):
-            outputs, made = self._runtime.run(self._forwards, self._inputs(args, kwargs), loss)
+            outputs, made = self._runtime.run(self._forwards, inputs, loss)
         if not self._has_last:
             return None
         if loss is not None:
@@ -319,11 +326,17 @@ class PipelineSchedule:
                 f"wire {self._runtime.post.wire.wire}",
             ],
         )
+        between_stages(self._comm, self._stages, self._order.placement)
         self._order = with_replicas(self._given, self._stages, self._comm)
         self._has_agreed = True
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         given = args if self._has_first else ()
+        if self._has_first and not args and not kwargs:
+            raise ValueError(
+                f"{self._order.name}: rank {self._comm.rank} has the first stage and got no batch: give it "
+                "the whole batch's arguments"
+            )
         return microbatches.split(given, kwargs, self._n_microbatches, self._specs[0], self._specs[1])
 
     def _loss_of(self, target: Any) -> Callable[[Any, int], Tensor]:
@@ -331,6 +344,11 @@ class PipelineSchedule:
             raise ValueError(
                 f"{self._order.name}: rank {self._comm.rank} has the last stage and needs a loss_fn to "
                 f"train: give {type(self).__name__} one, or call eval for outputs alone"
+            )
+        if target is None:
+            raise ValueError(
+                f"{self._order.name}: rank {self._comm.rank} has the last stage and got no target: give "
+                "target= the whole batch's, on that rank"
             )
         loss_fn, n = self._loss_fn, self._n_microbatches
         targets = [row[0][0] for row in microbatches.split((target,), {}, n)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pycomm.pipeline.backward import HalfDone, backward_input, backward_weight
 from pycomm.pipeline.checkpoint import Checkpointing, Frame
-from pycomm.pipeline.messages import leaves, replace_leaves
+from pycomm.pipeline.messages import Spec, leaves, replace_leaves
 from pycomm.pipeline.skips import Skips, serving
 
 __all__ = ["PipelineStage"]
@@ -39,7 +39,9 @@ class PipelineStage:
         stage_index: in [0, num_stages).
         num_stages: of the whole pipeline.
         device: where the submodule is; ``torch.device("cpu")``.
-        input_args, output_args: accepted as torch's, and not needed: shapes travel with the messages.
+        input_args, output_args: examples of a microbatch's inputs and outputs; not needed, since shapes
+            travel with the messages. Where given, what comes and goes must have their dtypes and shapes, but for
+            dimension 0 (microbatches may be uneven).
         group: the ranks of the pipeline: a Communicator, a torch process group, a DeviceMesh with one
             dimension or one that is called "pp", or None: the pipeline-parallel ranks where there are some
             (``initialize_model_parallel``), else all.
@@ -87,6 +89,7 @@ class PipelineStage:
         self.num_stages = num_stages
         self.device = torch.device(device)
         self.group = group
+        self.input_specs, self.output_specs = told(input_args), told(output_args)
         self.n_microbatches: int | None = None  # of its schedule
         self._checkpointing = Checkpointing(
             submodule, checkpoint, checkpoint_modules, checkpoint_policy, f"stage {stage_index}"
@@ -196,6 +199,14 @@ class PipelineStage:
     def forget(self) -> None:
         """After a failure."""
         self._kept.clear()
+
+
+def told(example: Any) -> list[Spec] | None:
+    """What ``input_args`` or ``output_args`` say; None: they do not."""
+    if example is None:
+        return None
+    values = list(example) if isinstance(example, (tuple, list)) else [example]
+    return [Spec.of(tensor) for tensor in leaves(values)]
 
 
 def as_leaves(value: Any) -> Any:

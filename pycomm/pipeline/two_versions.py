@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pycomm.pipeline.checks import alone
 from pycomm.pipeline.post import Transfer
 from pycomm.pipeline.replicas import wrappers_of
 from pycomm.pipeline.runtime import Inputs, Loss, Step
@@ -137,6 +138,7 @@ class SchedulePipeDream2BW(PipelineSchedule):
     """
 
     schedule_name = "PipeDream2BW"
+    _begins = staticmethod(alone)  # ranks must not wait for each other between two steps
 
     def __init__(
         self, stages: PipelineStage | Sequence[PipelineStage], n_microbatches: int, *args: Any, **kwargs: Any
