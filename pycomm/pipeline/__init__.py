@@ -2,7 +2,9 @@
 
 schedule/ holds what a rank does and when, as data; runtime.py executes it with stage.py (one stage's
 forwards and backwards, backward.py in halves) and post.py (messages of any shape, messages.py their
-contents); schedules.py has torch's classes around it, two_versions.py the one that never flushes.
+contents); schedules.py is what users call, named.py has torch's classes, two_versions.py the one
+that never flushes. checks.py refuses, watch.py says who waits for whom, wire.py makes messages smaller,
+timeline.py tells what a step took.
 layers.py cuts a list of layers into stages, as partition.py finds best; split.py any model, which tracing.py
 traces around the cuts. checkpoint.py computes activations again, batch_norm.py keeps running statistics.
 With other kinds of parallelism: group.py, replicas.py (data parallelism around stages), gradients.py
@@ -19,8 +21,7 @@ if TYPE_CHECKING:
     from pycomm.pipeline.checkpoint import is_recomputing
     from pycomm.pipeline.gradients import clip_grad_norm_, has_overflow
     from pycomm.pipeline.layers import LayerSpec, Plan, TiedLayerSpec, plan
-    from pycomm.pipeline.schedules import (
-        PipelineSchedule,
+    from pycomm.pipeline.named import (
         Schedule1F1B,
         ScheduleDualPipeV,
         ScheduleEager1F1B,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         ScheduleZeroBubbleH2,
         get_schedule_class,
     )
+    from pycomm.pipeline.schedules import PipelineSchedule
     from pycomm.pipeline.skips import pop, stash
     from pycomm.pipeline.split import Pipe, pipeline
     from pycomm.pipeline.stage import PipelineStage
@@ -43,8 +45,10 @@ if TYPE_CHECKING:
     )
     from pycomm.pipeline.tracing import SplitPoint, pipe_split
     from pycomm.pipeline.two_versions import SchedulePipeDream2BW
+    from pycomm.pipeline.watch import LateWarning
 
 __all__ = [
+    "LateWarning",
     "LayerSpec",
     "Pipe",
     "Plan",
@@ -92,6 +96,8 @@ _LATER = {
     "sharded_optimizer_state_dict": "pycomm.pipeline.state_dict",
     "sharded_state_dict": "pycomm.pipeline.state_dict",
     "Pipe": "pycomm.pipeline.split",
+    "LateWarning": "pycomm.pipeline.watch",
+    "PipelineSchedule": "pycomm.pipeline.schedules",
     "PipelineStage": "pycomm.pipeline.stage",
     "SchedulePipeDream2BW": "pycomm.pipeline.two_versions",
     "SplitPoint": "pycomm.pipeline.tracing",
@@ -103,13 +109,9 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    module = importlib.import_module(_LATER.get(name, "pycomm.pipeline.schedules"))
-    try:
-        return getattr(module, name)
-    except AttributeError:
-        raise AttributeError(f"module 'pycomm.pipeline' has no attribute {name!r}") from None
+    if name not in __all__:
+        raise AttributeError(f"module 'pycomm.pipeline' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER.get(name, "pycomm.pipeline.named")), name)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
-"""The schedules as torch's users know them: made of stages, ``step`` trains one batch, ``eval`` computes it.
+"""A pipeline as torch's users know it: made of stages, ``step`` trains one batch, ``eval`` computes it.
 
-Each class is a name of :mod:`pycomm.pipeline.schedule.catalog`; what a rank does is that order, run by
-:class:`pycomm.pipeline.runtime.Runtime`.
+What a rank does is an order of :mod:`pycomm.pipeline.schedule`, run by
+:class:`pycomm.pipeline.runtime.Runtime`; named.py has a class for each name of the catalog.
 
 The loss of a step is that of the whole batch: with c_k the count of microbatch k (its samples, or what
 ``count`` says of its target, such as tokens that are not ignored) the sum of c_k / C times the loss of
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.pipelining.microbatch import merge_chunks
 
 from pycomm.communicator import Communicator
 from pycomm.ddp.agree import check_agreement
@@ -28,7 +29,7 @@ from pycomm.pipeline.group import pipeline_communicator
 from pycomm.pipeline.messages import leaves
 from pycomm.pipeline.replicas import with_replicas
 from pycomm.pipeline.runtime import Inputs, Loss, Runtime
-from pycomm.pipeline.schedule.catalog import CATALOG, build
+from pycomm.pipeline.schedule.catalog import build
 from pycomm.pipeline.schedule.gpipe import forward_only
 from pycomm.pipeline.schedule.measured import Measured
 from pycomm.pipeline.schedule.order import Order
@@ -39,20 +40,7 @@ from pycomm.pipeline.ties import Tie
 from pycomm.pipeline.wire import Wire
 from pycomm.tensor_parallel.group import communicator_of
 
-__all__ = [
-    "PipelineSchedule",
-    "Schedule1F1B",
-    "ScheduleDualPipeV",
-    "ScheduleEager1F1B",
-    "ScheduleGPipe",
-    "ScheduleInterleaved1F1B",
-    "ScheduleInterleavedZeroBubble",
-    "ScheduleLoopedBFS",
-    "ScheduleZBVZeroBubble",
-    "ScheduleZeroBubbleH1",
-    "ScheduleZeroBubbleH2",
-    "get_schedule_class",
-]
+__all__ = ["PipelineSchedule"]
 
 
 class PipelineSchedule:
@@ -65,6 +53,7 @@ class PipelineSchedule:
             by ``step`` on the rank of the last stage.
         args_chunk_spec, kwargs_chunk_spec: torch's ``TensorChunkSpec`` and ``_Replicate``; None cuts every
             tensor along dimension 0.
+        output_merge_spec: likewise for the outputs, as torch's ``merge_chunks`` takes it.
         scale_grads: True: ``loss_fn`` is a mean, as above. False: it is a sum; losses are added.
         count: of a microbatch's target, what its loss is a mean over; None: its samples.
         count_group: the data-parallel ranks whose batches are one batch, too (their gradients are averaged
@@ -88,6 +77,7 @@ class PipelineSchedule:
 
     Example:
         >>> from torch import nn
+        >>> from pycomm.pipeline import ScheduleGPipe
         >>> stage = PipelineStage(nn.Linear(2, 1), 0, 1)
         >>> schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
         >>> output = schedule.step(torch.ones(4, 2), target=torch.zeros(4, 1))
@@ -105,6 +95,7 @@ class PipelineSchedule:
         loss_fn: Callable[..., Tensor] | None = None,
         args_chunk_spec: tuple[Any, ...] | None = None,
         kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
         *,
         scale_grads: bool = True,
         count: Callable[[Any], float] | None = None,
@@ -133,7 +124,7 @@ class PipelineSchedule:
             self._given = self._order
             self._order = with_replicas(self._given, self._stages)
             self._loss_fn = loss_fn
-            self._specs = args_chunk_spec, kwargs_chunk_spec
+            self._specs, self._merge_spec = (args_chunk_spec, kwargs_chunk_spec), output_merge_spec
             self._scales, self._count = scale_grads, count
             self._count_comm = None if count_group is None else communicator_of(count_group)
             self._shares_loss = loss_on_all_ranks
@@ -241,13 +232,23 @@ class PipelineSchedule:
     def _has_last(self) -> bool:
         return self._order.n_stages - 1 in self._stages
 
-    def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Forward and backward of one batch; gradients are added to ``.grad``.
 
         Args:
             args: the batch, on the rank of the first stage.
             target: its targets, on the rank of the last stage.
             losses: filled with the microbatches' losses there.
+            return_outputs: whether to put the outputs together.
+            loss_kwargs: further arguments of ``loss_fn``, the same for each microbatch.
             kwargs: further arguments of this rank's stages, cut likewise.
 
         Returns:
@@ -261,7 +262,7 @@ class PipelineSchedule:
         """
         self._agree()
         with self._begins(self._comm, f"{self._order.name}.step"):
-            loss = self._loss_of(target) if self._has_last else None
+            loss = self._loss_of(target, loss_kwargs) if self._has_last else None
             inputs = self._inputs(args, kwargs)
         with deferring(self._norms):
             outputs, made = self._train(inputs, loss)
@@ -271,7 +272,14 @@ class PipelineSchedule:
         if losses is not None:
             losses[:] = [found for found in self._plain if found is not None]
         self._set_loss(torch.stack([m for m in made if m is not None]).sum())
-        return microbatches.merge(outputs)
+        return self._merge(outputs) if return_outputs else None
+
+    def _merge(self, outputs: list[Any]) -> Any:
+        return (
+            microbatches.merge(outputs)
+            if self._merge_spec is None
+            else merge_chunks(outputs, self._merge_spec)
+        )
 
     def _train(self, inputs: Inputs, loss: Loss | None) -> tuple[list[Any], list[Tensor | None]]:
         """Forward and backward of every microbatch, then the sums of tied weights; as Runtime.run."""
@@ -303,7 +311,7 @@ class PipelineSchedule:
             self.loss = torch.stack([m for m in made if m is not None]).sum()
             if losses is not None:
                 losses[:] = [found for found in self._plain if found is not None]
-        return microbatches.merge(outputs)
+        return self._merge(outputs)
 
     def _agree(self) -> None:
         """Once, before anything is sent: do all ranks run the same schedule?
@@ -339,7 +347,9 @@ class PipelineSchedule:
             )
         return microbatches.split(given, kwargs, self._n_microbatches, self._specs[0], self._specs[1])
 
-    def _loss_of(self, target: Any) -> Callable[[Any, int], Tensor]:
+    def _loss_of(
+        self, target: Any, loss_kwargs: Mapping[str, Any] | None = None
+    ) -> Callable[[Any, int], Tensor]:
         if self._loss_fn is None:
             raise ValueError(
                 f"{self._order.name}: rank {self._comm.rank} has the last stage and needs a loss_fn to "
@@ -362,7 +372,7 @@ class PipelineSchedule:
                 ).sum()
                 self._plain[k] = zero.detach()
                 return zero
-            made = loss_fn(output, targets[k])
+            made = loss_fn(output, targets[k], **(loss_kwargs or {}))
             self._plain[k] = made.detach()
             return made * weights[k]
 
@@ -391,101 +401,3 @@ class PipelineSchedule:
             self._comm.broadcast(shared, root)
             loss = shared if loss is None else loss
         self.loss = loss
-
-
-class ScheduleGPipe(PipelineSchedule):
-    """All forwards, all backwards."""
-
-    schedule_name = "GPipe"
-
-
-class Schedule1F1B(PipelineSchedule):
-    """A forward, a backward: PipeDream-flush."""
-
-    schedule_name = "1F1B"
-
-
-class ScheduleEager1F1B(PipelineSchedule):
-    """1F1B further ahead, for slow links."""
-
-    schedule_name = "Eager1F1B"
-
-
-class ScheduleInterleaved1F1B(PipelineSchedule):
-    """1F1B with several stages on a rank, in a loop."""
-
-    schedule_name = "Interleaved1F1B"
-
-
-class ScheduleLoopedBFS(PipelineSchedule):
-    """GPipe with several stages on a rank, in a loop."""
-
-    schedule_name = "LoopedBFS"
-
-
-class ScheduleZeroBubbleH1(PipelineSchedule):
-    """Weight gradients fill the gaps of 1F1B, in its memory."""
-
-    schedule_name = "ZeroBubbleH1"
-
-
-class ScheduleZeroBubbleH2(PipelineSchedule):
-    """No gaps, for twice the memory."""
-
-    schedule_name = "ZeroBubbleH2"
-
-
-class ScheduleInterleavedZeroBubble(PipelineSchedule):
-    """H1 with several stages on a rank, in a loop."""
-
-    schedule_name = "InterleavedZeroBubble"
-
-
-class ScheduleZBVZeroBubble(PipelineSchedule):
-    """Two stages on a rank in a V: rank r of p holds stages r and 2 p - 1 - r."""
-
-    schedule_name = "ZBVZeroBubble"
-
-
-class ScheduleDualPipeV(PipelineSchedule):
-    """Stages as in ZBV, forwards beside backwards."""
-
-    schedule_name = "DualPipeV"
-
-
-_CLASSES = {
-    made.schedule_name.lower(): made
-    for made in (
-        ScheduleGPipe,
-        Schedule1F1B,
-        ScheduleEager1F1B,
-        ScheduleInterleaved1F1B,
-        ScheduleLoopedBFS,
-        ScheduleZeroBubbleH1,
-        ScheduleZeroBubbleH2,
-        ScheduleInterleavedZeroBubble,
-        ScheduleZBVZeroBubble,
-        ScheduleDualPipeV,
-    )
-}
-
-
-def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
-    """The class of a schedule by its name, in upper or lower case.
-
-    Raises:
-        ValueError: there is none of that name.
-
-    Example:
-        >>> get_schedule_class("1f1b").__name__
-        'Schedule1F1B'
-    """
-    if schedule_name.lower() == "pipedream2bw":
-        from pycomm.pipeline.two_versions import SchedulePipeDream2BW  # which is made of this file's
-
-        return SchedulePipeDream2BW
-    found = _CLASSES.get(schedule_name.lower())
-    if found is None:
-        names = ", ".join([*CATALOG, "PipeDream2BW"])
-        raise ValueError(f"there is no pipeline schedule {schedule_name!r}; there are {names}")
-    return found

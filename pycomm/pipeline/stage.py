@@ -40,8 +40,8 @@ class PipelineStage:
         num_stages: of the whole pipeline.
         device: where the submodule is; ``torch.device("cpu")``.
         input_args, output_args: examples of a microbatch's inputs and outputs; not needed, since shapes
-            travel with the messages. Where given, what comes and goes must have their dtypes and shapes, but for
-            dimension 0 (microbatches may be uneven).
+            travel with the messages. Where given, what comes and goes must have their dtypes and shapes,
+            but for dimension 0 (microbatches may be uneven).
         group: the ranks of the pipeline: a Communicator, a torch process group, a DeviceMesh with one
             dimension or one that is called "pp", or None: the pipeline-parallel ranks where there are some
             (``initialize_model_parallel``), else all.
