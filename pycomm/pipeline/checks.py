@@ -56,7 +56,8 @@ def alone(comm: Communicator, who: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        comm.abort(f"{who}: rank {comm.rank} refused this call: {type(error).__name__}: {error}")
+        if comm.size > 1:
+            comm.abort(f"{who}: rank {comm.rank} refused this call: {type(error).__name__}: {error}")
         raise
 
 

@@ -121,7 +121,8 @@ class Runtime:
 
     def _tell(self, error: BaseException, action: Action | None) -> None:
         """The peers of a rank whose step has ended with an error of its own wait for what never comes."""
-        if isinstance(error, Exception) and not isinstance(error, CommError):
+        is_own = isinstance(error, Exception) and not isinstance(error, CommError)
+        if is_own and self.comm.size > 1:
             what = f"{type(error).__name__} in {action}: {error}"
             self.comm._c.abort(f"the pipeline's step ended on rank {self.comm.rank} with {what}")
 
