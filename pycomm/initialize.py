@@ -31,7 +31,7 @@ def init(
     size: int | None = None,
     timeout: float = 300.0,
 ) -> Communicator:
-    """Joins the other ranks of this job on this machine; every rank calls it.
+    """Joins the other ranks of this job, on this machine and others; every rank calls it.
 
     Args:
         store: a torch.distributed Store, with ``rank`` and ``size``.
@@ -44,7 +44,7 @@ def init(
         The communicator of all ranks.
 
     Raises:
-        ValueError: contradictory arguments or environment, or a rank on another machine.
+        ValueError: contradictory arguments or environment.
         CommTimeoutError: some ranks did not come; the message names them.
 
     Example:
@@ -59,7 +59,13 @@ def init(
         raise ValueError(f"PYCOMM_DETERMINISTIC must be 0 or 1, got {deterministic!r}")
     place = rendezvous.find(store, group, rank, size, timeout)
     with place.entered():
-        core = _C.Communicator.join(place.folder, place.rank, place.size, timeout, timeout)
+        if place.hosts is None:
+            core = _C.Communicator.join(place.folder, place.rank, place.size, timeout, timeout)
+        else:
+            local_rank, local_size = place.hosts.local(place.rank)
+            core = _C.Communicator.join_hosts(
+                place.folder, local_rank, local_size, timeout, timeout, place.hosts.net, place.hosts.host_of
+            )
     core.deterministic = deterministic == "1"
     for collective, name in forced.items():
         core.force_algorithm(KINDS[collective], name)

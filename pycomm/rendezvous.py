@@ -12,18 +12,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from pycomm.errors import CommError, CommTimeoutError
+from pycomm.hosts import Hosts, meet, temporary_root
 
 _folders = itertools.count()  # of the communicators that meet in a folder named by the environment
 _stores: list[Any] = []  # rank 0 of a store of ours serves it: it must live as long as the process
@@ -40,6 +39,7 @@ class Place:
     folder: str
     store: Any = None  # where rank 0 told the others the folder, under ``key``
     key: str = ""
+    hosts: Hosts | None = None  # when the ranks are on several
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -60,26 +60,6 @@ def _integer(name: str) -> int:
         raise ValueError(f"environment variable {name} must be an integer, got {text!r}") from None
 
 
-def _temp_root() -> str:
-    return os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-
-
-def _host() -> str:
-    """This machine, as a string that another machine does not have."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = "unknown"
-    return f"{socket.gethostname()} {boot}"
-
-
-def _other_host(mine: str, first: str, rank: int) -> ValueError:
-    return ValueError(
-        f"rank {rank} runs on {mine.split()[0]}, rank 0 on {first.split()[0]}: this version connects the "
-        "ranks of one machine; start all of them there"
-    )
-
-
 def _by_store(store: Any, rank: int, size: int, timeout: float) -> Place:
     if _check(Place(rank, size, "")).size == 1:
         return Place(rank, size, "")
@@ -88,17 +68,22 @@ def _by_store(store: Any, rank: int, size: int, timeout: float) -> Place:
     # An agent's store may outlive a worker that it restarts, hence the restart count.
     key = f"pycomm/{run}/{restart}"
     if rank == 0:
-        folder = tempfile.mkdtemp(prefix="pycomm-", dir=_temp_root())
-        store.set(key, f"{_host()}\n{folder}")
-        return Place(rank, size, folder, store, key)
-    first, folder = _told(store, key, rank, size, timeout)
-    if first.split()[-1] != _host().split()[-1]:
-        raise _other_host(_host(), first, rank)
-    return Place(rank, size, folder, store, key)
+        folder = tempfile.mkdtemp(prefix="pycomm-", dir=temporary_root())
+        store.set(key, folder)
+    else:
+        folder = _told(store, key, rank, size, timeout)
+    try:
+        hosts = meet(store, f"{key}/{os.path.basename(folder)}", rank, size, folder, timeout)
+    except BaseException:
+        if rank == 0:
+            store.set(key, _NOWHERE)
+            os.rmdir(folder)
+        raise
+    return Place(rank, size, folder if hosts is None else hosts.folder, store, key, hosts)
 
 
-def _told(store: Any, key: str, rank: int, size: int, timeout: float) -> tuple[str, str]:
-    """Rank 0's host, and the folder in which it waits.
+def _told(store: Any, key: str, rank: int, size: int, timeout: float) -> str:
+    """The folder in which rank 0 waits.
 
     Asks again and again: torch's stores do not look for Ctrl-C while they wait, and complain of short waits.
     """
@@ -106,9 +91,9 @@ def _told(store: Any, key: str, rank: int, size: int, timeout: float) -> tuple[s
     try:
         while True:
             if store.check([key]):
-                first, _, folder = store.get(key).decode().partition("\n")
-                if first != _NOWHERE and folder not in _met:
-                    return first, folder
+                folder = store.get(key).decode()
+                if folder not in (_NOWHERE, *_met):
+                    return str(folder)
             if time.monotonic() > end:
                 break
             time.sleep(pause_s)
@@ -204,7 +189,7 @@ def find(store: Any, group: Any, rank: int | None, size: int | None, timeout: fl
         if r not in env or s not in env or (r == "SLURM_PROCID" and "SLURM_STEP_ID" not in env):
             continue
         name = "-".join("".join(c if c.isalnum() else "_" for c in env[j]) for j in job if j in env)
-        root = env.get("PYCOMM_RUN_DIR") or _temp_root()
+        root = env.get("PYCOMM_RUN_DIR") or temporary_root()
         return _check(Place(_integer(r), _integer(s), f"{root}/pycomm-{os.getuid()}-{name}-{next(_folders)}"))
     if "RANK" in env or "WORLD_SIZE" in env:
         missing = "RANK" if "WORLD_SIZE" in env else "WORLD_SIZE"

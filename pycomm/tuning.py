@@ -63,13 +63,18 @@ def apply(comm: Communicator, table: Table) -> None:
             comm._c.set_selection(i, table[name])
 
 
+def _several_hosts(comm: Communicator) -> bool:
+    """Then the tables are those of each host's ranks, which keep the built-in ones."""
+    return len(set(comm._c.hosts)) > 1
+
+
 def load_or_measure(comm: Communicator) -> None:
     """What ``init`` does: the cached table, or a measured one (see the module's text). Collective."""
     mode = os.environ.get("PYCOMM_TUNE", "auto")
     if mode not in ("auto", "off"):
         raise ValueError(f"PYCOMM_TUNE must be auto or off, got {mode!r}")
     forced = os.environ.get("PYCOMM_ALGORITHM") or comm.deterministic  # would measure something else
-    if comm.size == 1 or mode == "off" or forced:
+    if comm.size == 1 or mode == "off" or forced or _several_hosts(comm):
         return
     cached = _cached(comm) if comm.rank == 0 else None
     table = _share(comm, cached)
@@ -81,9 +86,9 @@ def load_or_measure(comm: Communicator) -> None:
 
 def inherit(parent: Communicator, child: Communicator) -> None:
     """The parent's table for as many ranks, else the cached one (``split``). Collective over child."""
-    if child.size == 1:
+    if child.size == 1 or _several_hosts(child):
         return
-    if child.size == parent.size:
+    if child.size == parent.size and not _several_hosts(parent):
         apply(child, read(parent))
         return
     off = os.environ.get("PYCOMM_TUNE", "auto") == "off"

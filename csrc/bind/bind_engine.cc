@@ -162,6 +162,73 @@ std::unique_ptr<PyCommunicator> join(const std::string& folder, int rank, int si
   return c;
 }
 
+// This process's connections to those on other hosts. `towards`: an address or name that the others know, or
+// "". The secret is the file's, or where that is "" these bytes.
+std::shared_ptr<Net> make_net(int rank, int size, const std::string& interfaces, const std::string& towards,
+                              const std::string& ports, int n_lanes, bool encrypt, const py::bytes& secret,
+                              const std::string& secret_file, const std::string& job,
+                              const std::string& settings, const std::string& host,
+                              double connect_timeout_s) {
+  NetOptions o;
+  o.rank = rank;
+  o.size = size;
+  o.n_lanes = n_lanes;
+  o.encrypt = encrypt;
+  o.job = job;
+  o.settings_text = settings;
+  o.host = host;
+  o.connect_timeout_s = connect_timeout_s;
+  Address peer;
+  std::vector<Address> found;
+  if (!towards.empty()) {
+    throw_if_error(resolve(towards, 0, &found));
+    peer = found.front();
+  }
+  throw_if_error(choose_address(interfaces, peer, &o.at));
+  throw_if_error(parse_port_range(ports, &o.ports));
+  Secret s;
+  if (!secret_file.empty()) {
+    throw_if_error(Secret::from_file(secret_file, &s));
+  } else {
+    const std::string bytes = secret;
+    throw_if_error(Secret::from_bytes(bytes.data(), bytes.size(), &s));
+  }
+  std::shared_ptr<Net> net;
+  throw_if_error(Net::create(std::move(o), std::move(s), &net));
+  return net;
+}
+
+void set_peers(Net& net, const std::vector<std::string>& addresses, std::vector<std::string> names) {
+  std::vector<Address> parsed(addresses.size());
+  for (size_t q = 0; q < addresses.size(); q++) throw_if_error(Address::parse(addresses[q], &parsed[q]));
+  net.set_peers(std::move(parsed), std::move(names));
+}
+
+// The ranks of several hosts: this host's meet in `folder`, as `local_rank` of `local_size`.
+std::unique_ptr<PyCommunicator> join_hosts(const std::string& folder, int local_rank, int local_size,
+                                           double join_timeout_s, double timeout_s, std::shared_ptr<Net> net,
+                                           std::vector<int> host_of) {
+  auto c = std::make_unique<PyCommunicator>();
+  Status s;
+  {
+    py::gil_scoped_release release;
+    s = Node::join(folder, local_rank, local_size, kControlBytes, join_timeout_s, check_signals, &c->node);
+  }
+  throw_if_error(s);
+  std::vector<int> ranks;
+  for (int q = 0; q < local_size; q++) ranks.push_back(q);
+  const std::vector<uint64_t> controls(static_cast<size_t>(local_size), 0);
+  Communicator::Across across;
+  across.rank = net->rank();
+  for (int q = 0; q < net->size(); q++) across.job_ranks.push_back(q);
+  across.net = std::move(net);
+  across.host_of = std::move(host_of);
+  across.id = 2;
+  throw_if_error(
+      Communicator::create(c->node, ranks, local_rank, timeout_s, controls, std::move(across), &c->comm));
+  return c;
+}
+
 std::unique_ptr<PyCommunicator> split(PyCommunicator& self, int64_t color, int64_t key, int64_t plan) {
   auto c = std::make_unique<PyCommunicator>();
   c->node = self.node;
@@ -232,8 +299,21 @@ void bind_engine(py::module_& m) {
       .def("announce", &Work::announce)
       .def("raise_if_failed", [](const Work& w) { throw_if_error(w.result()); })
       .def_readonly("source", &Work::source);
+  py::class_<Net, std::shared_ptr<Net>>(m, "Net")
+      .def(py::init(&make_net))
+      .def_property_readonly("address", [](const Net& n) { return n.address().to_string(); })
+      .def_property_readonly("bytes_sent", &Net::bytes_sent)
+      .def_property_readonly("strangers", &Net::strangers)
+      .def("set_peers", &set_peers);
   py::class_<PyCommunicator>(m, "Communicator")
       .def_static("join", &join)
+      .def_static("join_hosts", &join_hosts)
+      .def_property_readonly("hosts",
+                             [](const PyCommunicator& c) {
+                               const Placement* l = c.comm->placement();
+                               return l != nullptr ? l->host_of
+                                                   : std::vector<int>(static_cast<size_t>(c.comm->size()), 0);
+                             })
       .def_property_readonly("rank", [](const PyCommunicator& c) { return c.comm->rank(); })
       .def_property_readonly("size", [](const PyCommunicator& c) { return c.comm->size(); })
       .def_property_readonly("closed", [](const PyCommunicator& c) { return c.comm->closed(); })
@@ -263,10 +343,18 @@ void bind_engine(py::module_& m) {
       .def("owns", [](const PyCommunicator& c,
                       uintptr_t p) { return c.node->arena()->owns(reinterpret_cast<void*>(p)); })
       .def("arena_bytes_in_use", [](const PyCommunicator& c) { return c.node->arena()->bytes_in_use(); })
-      .def("pid", [](const PyCommunicator& c, int q) { return c.node->pid(c.comm->group().node_rank(q)); })
+      .def("pid",
+           [](const PyCommunicator& c, int q) {  // 0: not a process of this host, or not visible here
+             const int local = c.comm->local_rank(checked(c, q));
+             return local < 0 ? 0 : c.node->pid(c.comm->group().node_rank(local));
+           })
       .def("set_note", [](PyCommunicator& c, uint64_t note) { c.comm->group().set_note(note); })
-      .def("note", [](const PyCommunicator& c, int q) { return c.comm->group().note(checked(c, q)); })
-      .def("describe", [](const PyCommunicator& c, int q) { return c.comm->group().describe(checked(c, q)); })
+      .def("note",
+           [](const PyCommunicator& c, int q) {  // what a rank of another host does is not known here
+             const int local = c.comm->local_rank(checked(c, q));
+             return local < 0 ? 0 : c.comm->group().note(local);
+           })
+      .def("describe", [](const PyCommunicator& c, int q) { return c.comm->describe(checked(c, q)); })
       .def("split", &split)
       .def("selection", &selection)
       .def("set_selection", &set_selection)

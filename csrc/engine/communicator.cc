@@ -24,6 +24,41 @@ Status Communicator::create(std::shared_ptr<Node> node, std::vector<int> node_ra
   return Status();
 }
 
+Status Communicator::create(std::shared_ptr<Node> node, std::vector<int> node_ranks, int local_rank,
+                            double timeout_s, const std::vector<uint64_t>& controls, Across across,
+                            std::shared_ptr<Communicator>* out) {
+  PYCOMM_RETURN_IF_ERROR(
+      create(std::move(node), std::move(node_ranks), local_rank, timeout_s, controls, out));
+  Placement placement(across.host_of, across.rank);
+  if (placement.n_hosts() == 1) return Status();
+  Communicator& c = **out;
+  c.net_ = across.net;
+  c.job_ranks_ = across.job_ranks;
+  c.id_ = across.id;
+  c.group_->set_names(placement.ranks[static_cast<size_t>(placement.host)]);
+  std::vector<int> local_of = placement.local_of;
+  for (size_t q = 0; q < local_of.size(); q++) {
+    if (placement.host_of[q] != placement.host) local_of[q] = -1;
+  }
+  c.p2p_ = std::make_unique<PointToPoint>(*c.group_, across.rank, std::move(local_of), across.net,
+                                          across.id | 1, across.job_ranks);
+  c.hierarchy_ = std::make_unique<Hierarchy>(*c.group_, *c.engine_, c.selector_, std::move(placement),
+                                             std::move(across.net), across.id & ~uint64_t{1},
+                                             std::move(across.job_ranks));
+  return Status();
+}
+
+int Communicator::local_rank(int q) const {
+  const Placement* const p = placement();
+  if (p == nullptr) return q;
+  return p->host_of[static_cast<size_t>(q)] == p->host ? p->local_of[static_cast<size_t>(q)] : -1;
+}
+
+std::string Communicator::describe(int q) const {
+  const int local = local_rank(q);
+  return local < 0 ? hierarchy_->remote().name(q) : group_->describe(local);
+}
+
 Communicator::~Communicator() { const Status ignored = close(nullptr); }
 
 Status Communicator::check_usable() const {
@@ -56,6 +91,11 @@ Status Communicator::prepare(Request* request, const char* algorithm) {
   sig.algorithm = 255;
   uint64_t counts_hash = 0;
   for (uint64_t c : request->counts) counts_hash = hash_mix(counts_hash, c);
+  sig.deterministic = request->deterministic;
+  if (hierarchy_ != nullptr) {
+    sig.extra = hash_mix(counts_hash, 0);
+    return prepare_across(request, algorithm);
+  }
   if (sig.kind != CallKind::kAllToAll && sig.kind != CallKind::kBarrier) {
     const Choice& choice = selector_.choose(sig.kind, sig.count * dtype_size(sig.dtype));
     sig.algorithm = choice.algorithm;
@@ -81,24 +121,52 @@ Status Communicator::prepare(Request* request, const char* algorithm) {
       }
     }
   }
-  sig.deterministic = request->deterministic;
   sig.extra = hash_mix(counts_hash, static_cast<uint64_t>(call.tile_bytes) << 20 ^
                                         static_cast<uint64_t>(call.direct_algorithm) << 8);
   return Status();
 }
 
+// The algorithm is that between hosts; inside each host the selection decides.
+Status Communicator::prepare_across(Request* request, const char* algorithm) {
+  Signature& sig = request->call.sig;
+  const bool reduces = sig.kind == CallKind::kAllReduce || sig.kind == CallKind::kReduceScatter ||
+                       sig.kind == CallKind::kReduce;
+  if (algorithm != nullptr) PYCOMM_RETURN_IF_ERROR(algorithm_index(sig.kind, algorithm, &sig.algorithm));
+  if (!sig.deterministic || !reduces) return Status();
+  if (algorithm != nullptr && !catalog()[sig.algorithm].deterministic) {
+    return Status::error(Code::kValue,
+                         format("%s: algorithm '%s' does not reduce in the deterministic order; with "
+                                "deterministic=True use one that does (pycomm schedule list shows them)",
+                                call_kind_name(sig.kind), algorithm));
+  }
+  if (hierarchy_->placement().keeps_order()) return Status();
+  return Status::error(
+      Code::kValue,
+      format("%s: deterministic=True over several hosts needs the ranks of each host to follow each other, "
+             "and on every host as many of them, a power of two; here %s",
+             call_kind_name(sig.kind), hierarchy_->placement().text().c_str()));
+}
+
 Status Communicator::execute(Request& request, CallerHooks* hooks) {
   const double timeout_s = request.timeout_s > 0 ? request.timeout_s : group_->timeout_s();
-  if (!request.refusal.empty()) return engine_->refuse(request.refusal, hooks, timeout_s);
+  if (!request.refusal.empty()) {
+    return hierarchy_ != nullptr ? hierarchy_->refuse(request.refusal, hooks, timeout_s)
+                                 : engine_->refuse(request.refusal, hooks, timeout_s);
+  }
   Call& call = request.call;
   call.counts = request.counts;
   call.send_counts = request.send_counts;
   call.recv_counts = request.recv_counts;
   try {
-    if (!Converted::may_apply(call, request.deterministic)) return engine_->run(call, hooks, timeout_s);
+    const auto run = [&] {
+      return hierarchy_ != nullptr ? hierarchy_->run(call, hooks, timeout_s)
+                                   : engine_->run(call, hooks, timeout_s);
+    };
+    if (!Converted::may_apply(call, request.deterministic)) return run();
     Converted converted;
-    PYCOMM_RETURN_IF_ERROR(converted.begin(*engine_, request.deterministic, &call));
-    PYCOMM_RETURN_IF_ERROR(engine_->run(call, hooks, timeout_s));
+    PYCOMM_RETURN_IF_ERROR(
+        converted.begin(hierarchy_ == nullptr ? engine_.get() : nullptr, request.deterministic, &call));
+    PYCOMM_RETURN_IF_ERROR(run());
     converted.end();
   } catch (const std::bad_alloc&) {  // peers may be in the call already
     const Status failure = Status::error(
@@ -249,6 +317,7 @@ Status Communicator::split(int64_t color, int64_t key, int64_t plan, CallerHooks
   out->reset();
   uint64_t offset = 0;
   PYCOMM_RETURN_IF_ERROR(check_usable());
+  n_splits_++;
   Status allocated = allocate_control(*group_->node(), &offset);
   if (!allocated.ok()) {  // no memory: the peers must not wait for us
     Request refusal;
@@ -290,15 +359,39 @@ Status Communicator::split(int64_t color, int64_t key, int64_t plan, CallerHooks
     if (row(q)[0] == color) members.push_back(q);
   }
   std::stable_sort(members.begin(), members.end(), [&](int a, int b) { return row(a)[1] < row(b)[1]; });
-  std::vector<int> node_ranks;
   std::vector<uint64_t> offsets;
-  int rank = 0;
+  for (const int q : members) offsets.push_back(static_cast<uint64_t>(row(q)[2]));
+  return make_child(members, offsets, color, out);
+}
+
+// The communicator of these ranks of ours, which this rank is one of.
+Status Communicator::make_child(const std::vector<int>& members, const std::vector<uint64_t>& offsets,
+                                int64_t color, std::shared_ptr<Communicator>* out) {
+  const Placement* const here = placement();
+  Across across{net_, {}, {}, id_, 0};
+  std::vector<int> node_ranks;
+  std::vector<uint64_t> controls;
+  int local = 0;
   for (size_t i = 0; i < members.size(); i++) {
-    if (members[i] == group_->rank()) rank = static_cast<int>(i);
-    node_ranks.push_back(group_->node_rank(members[i]));
-    offsets.push_back(static_cast<uint64_t>(row(members[i])[2]));
+    const auto q = static_cast<size_t>(members[i]);
+    const bool on_this_host = here == nullptr || here->host_of[q] == here->host;
+    if (members[i] == rank()) {
+      across.rank = static_cast<int>(i);
+      local = static_cast<int>(node_ranks.size());
+    }
+    if (here != nullptr) {
+      across.host_of.push_back(here->host_of[q]);
+      across.job_ranks.push_back(job_ranks_[q]);
+    }
+    if (!on_this_host) continue;
+    node_ranks.push_back(group_->node_rank(here == nullptr ? members[i] : here->local_of[q]));
+    controls.push_back(offsets[i]);
   }
-  return create(group_->node(), node_ranks, rank, group_->timeout_s(), offsets, out);
+  const double timeout_s = group_->timeout_s();
+  if (here == nullptr) return create(group_->node(), node_ranks, local, timeout_s, controls, out);
+  const uint64_t salt = n_splits_ << 32 ^ static_cast<uint64_t>(color);
+  across.id = (static_cast<uint64_t>(hash_mix(id_, salt)) << 32 | hash_mix(salt, ~id_)) & ~uint64_t{1};
+  return create(group_->node(), node_ranks, local, timeout_s, controls, std::move(across), out);
 }
 
 void Communicator::abort(const std::string& why) {

@@ -17,6 +17,7 @@
 #include <thread>
 
 #include "engine/engine.h"
+#include "engine/hierarchy.h"
 #include "engine/select.h"
 #include "engine/work.h"
 
@@ -44,10 +45,28 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // `controls`: the offset of every rank's control block. The ranks of a fresh node use offset 0.
   static Status create(std::shared_ptr<Node> node, std::vector<int> node_ranks, int rank, double timeout_s,
                        const std::vector<uint64_t>& controls, std::shared_ptr<Communicator>* out);
+  // Of ranks on several hosts. `node_ranks`, `controls` and `local_rank` are those of this host's ranks,
+  // `across` says who is where.
+  struct Across {
+    std::shared_ptr<Net> net;
+    std::vector<int> host_of;    // of each rank
+    std::vector<int> job_ranks;  // of each rank: the process
+    uint64_t id = 0;             // the same on all ranks, and no other communicator's of these processes
+    int rank = 0;
+  };
+  static Status create(std::shared_ptr<Node> node, std::vector<int> node_ranks, int local_rank,
+                       double timeout_s, const std::vector<uint64_t>& controls, Across across,
+                       std::shared_ptr<Communicator>* out);
   ~Communicator();
 
-  int rank() const { return group_->rank(); }
-  int size() const { return group_->size(); }
+  int rank() const { return hierarchy_ == nullptr ? group_->rank() : hierarchy_->placement().rank; }
+  int size() const { return hierarchy_ == nullptr ? group_->size() : hierarchy_->placement().n_ranks(); }
+  // Null when all ranks are on this host.
+  const Placement* placement() const { return hierarchy_ == nullptr ? nullptr : &hierarchy_->placement(); }
+  // The group's rank of one of ours; -1 when that is on another host.
+  int local_rank(int q) const;
+  std::string describe(int q) const;  // "rank 3 (host b, pid 811, sleeping)"
+  // The ranks of this host.
   Group& group() { return *group_; }
   Selector& selector() { return selector_; }
   PointToPoint& p2p() { return *p2p_; }
@@ -84,6 +103,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     double patient_until_s = 0;  // monotonic; the progress thread leaves it to the caller until then
   };
   Communicator() = default;
+  Status prepare_across(Request* request, const char* algorithm);
+  Status make_child(const std::vector<int>& members, const std::vector<uint64_t>& offsets, int64_t color,
+                    std::shared_ptr<Communicator>* out);
   Status execute(Request& request, CallerHooks* hooks);
   Status enqueue(std::unique_ptr<Request> request, std::shared_ptr<Work> work, bool small);
   void serve();
@@ -94,6 +116,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<PointToPoint> p2p_;
   Selector selector_;
+  std::unique_ptr<Hierarchy> hierarchy_;
+  std::vector<int> job_ranks_;  // with a hierarchy
+  std::shared_ptr<Net> net_;
+  uint64_t id_ = 0, n_splits_ = 0;
   std::atomic<bool> closed_{false};
 
   // Whoever sets busy_ runs the engine. waiting_ counts queued jobs, and close(); both are sequentially

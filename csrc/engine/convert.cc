@@ -21,7 +21,7 @@ void for_each_piece(const Buffer& b, size_t elem_size, Fn fn) {
 }
 }  // namespace
 
-Status Converted::begin(Engine& engine, bool deterministic, Call* call) {
+Status Converted::begin(Engine* engine, bool deterministic, Call* call) {
   const DType dtype = call->sig.dtype;
   const size_t size = dtype_size(dtype);
   const bool reduces = call->sig.kind == CallKind::kAllReduce || call->sig.kind == CallKind::kReduceScatter ||
@@ -41,8 +41,8 @@ Status Converted::begin(Engine& engine, bool deterministic, Call* call) {
     return Status();
   }
   if (!premul) {
-    bool complete = true;
-    if (deterministic) PYCOMM_RETURN_IF_ERROR(engine.reduces_at_once(*call, &complete));
+    bool complete = !deterministic;
+    if (deterministic && engine != nullptr) PYCOMM_RETURN_IF_ERROR(engine->reduces_at_once(*call, &complete));
     if (complete) return Status();
   }
   const float scale = premul ? static_cast<float>(call->scalar) : 1.0f;

@@ -19,8 +19,9 @@ class Converted {
   static bool may_apply(const Call& call, bool deterministic) {
     return call.sig.op == ReduceOp::kPremulSum || deterministic;
   }
-  // Redirects the call to converted buffers where it needs them.
-  Status begin(Engine& engine, bool deterministic, Call* call);
+  // Redirects the call to converted buffers where it needs them. `engine`: null when no single one reduces
+  // the call (engine/hierarchy.h).
+  Status begin(Engine* engine, bool deterministic, Call* call);
   // After a successful call: brings the result back to the tensors that the caller gave.
   void end();
 

@@ -75,12 +75,12 @@ Status Engine::check_agreement(Run& run) {
     if (q == rank_ || static_cast<CallKind>(s.head.signature & 255) != CallKind::kRefused) continue;
     return Status::error(Code::kRefused,
                          format("%s: rank %d refused its call: %s (the communicator stays usable)",
-                                here.c_str(), q, reinterpret_cast<const char*>(s.stage)));
+                                here.c_str(), group_.name(q), reinterpret_cast<const char*>(s.stage)));
   }
   std::string text = here + ": ranks made different calls:";
   for (int q = 0; q < n_; q++) {
     const Head& h = group_.control(q).slots[slot_of(0)].head;
-    text += format("%s rank %d called %s", q == 0 ? "" : ";", q,
+    text += format("%s rank %d called %s", q == 0 ? "" : ";", group_.name(q),
                    Signature::unpack(h.signature, h.count, h.extra).text().c_str());
   }
   return Status::error(Code::kMismatch, text);

@@ -32,6 +32,8 @@ class Engine {
 
   // Runs the call to its end. A kRefused status leaves the group usable; any other failure has failed it.
   Status run(const Call& call, CallerHooks* hooks, double timeout_s);
+  // Waits for all ranks, and compares what they are about to do; moves no data.
+  Status agree(const Signature& sig, CallerHooks* hooks, double timeout_s);
   // Tells the peers that this rank's own call was invalid.
   Status refuse(const std::string& why, CallerHooks* hooks, double timeout_s);
   // Does the call's algorithm combine all operands in one place (so that it rounds once)?
@@ -42,6 +44,7 @@ class Engine {
   struct Run;
   friend struct Run;
 
+  Status conclude(Run& run, Status s);
   Status run_collective(Run& run);
   void fail_group(const Run& run, const Status& s);
   Status run_all_to_all(Run& run);

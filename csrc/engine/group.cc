@@ -124,7 +124,7 @@ Status Group::trouble(int peer, const std::string& here, const std::string& prog
 
 std::string Group::describe(int q) const {
   const int r = node_rank(q);
-  std::string s = format("rank %d", q);
+  std::string s = format("rank %d", name(q));
   if (node_->pid(r) > 0)
     s += format(" (host %s, pid %lld, %s)", node_->host().c_str(), static_cast<long long>(node_->pid(r)),
                 node_->process_state(r));

@@ -35,6 +35,10 @@ class Group {
         const std::vector<uint64_t>& controls);
   ~Group();
 
+  // In a communicator of several hosts a group is the ranks of one of them: what its ranks are called there.
+  void set_names(std::vector<int> names) { names_ = std::move(names); }
+  int name(int q) const { return names_.empty() ? q : names_[static_cast<size_t>(q)]; }
+
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(node_ranks_.size()); }
   const std::shared_ptr<Node>& node() const { return node_; }
@@ -76,6 +80,7 @@ class Group {
 
   std::shared_ptr<Node> node_;
   std::vector<int> node_ranks_;
+  std::vector<int> names_;
   int rank_ = 0;
   double timeout_s_ = 300;
   WaitPolicy policy_;

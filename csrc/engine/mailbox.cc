@@ -53,12 +53,12 @@ void Mailbox::begin(int from, const CellHeader& header) {
   }
 }
 
-std::shared_ptr<Arrival> Mailbox::add(int from, const Cell& cell) {
+std::shared_ptr<Arrival> Mailbox::add(int from, const CellHeader& header, const std::byte* data) {
   std::shared_ptr<Arrival>& slot = arriving_[static_cast<size_t>(from)];
-  if (cell.header.first) begin(from, cell.header);
+  if (header.first) begin(from, header);
   Arrival& a = *slot;
-  if (cell.header.n_bytes > 0) std::memcpy(a.data + a.have, cell.data, cell.header.n_bytes);
-  a.have += cell.header.n_bytes;
+  if (header.n_bytes > 0) std::memcpy(a.data + a.have, data, header.n_bytes);
+  a.have += header.n_bytes;
   return a.whole() ? std::move(slot) : nullptr;
 }
 

@@ -55,7 +55,7 @@ class Mailbox {
   std::shared_ptr<Arrival> take(const Posted& recv);
   // Adds the next cell from a rank; returns the message when that was its last cell. Throws bad_alloc when
   // there is no memory for a message that nobody has asked for yet.
-  std::shared_ptr<Arrival> add(int from, const Cell& cell);
+  std::shared_ptr<Arrival> add(int from, const CellHeader& header, const std::byte* data);
   // Calls fn(Posted, source or -1) for every recv that still waits, posted ones first, until one fails.
   template <class Fn>
   Status for_each_pending(Fn fn) const {

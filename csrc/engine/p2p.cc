@@ -9,10 +9,86 @@
 
 namespace pycomm {
 
-PointToPoint::PointToPoint(Group& group)
-    : group_(group), pipes_(group), mailbox_(group.size()), outbound_(static_cast<size_t>(group.size())) {}
+namespace {
+std::vector<int> identity(int n) {
+  std::vector<int> out(static_cast<size_t>(n));
+  for (int q = 0; q < n; q++) out[static_cast<size_t>(q)] = q;
+  return out;
+}
+}  // namespace
 
-PointToPoint::~PointToPoint() { stop(); }
+PointToPoint::PointToPoint(Group& group)
+    : group_(group),
+      rank_(group.rank()),
+      local_of_(identity(group.size())),
+      pipes_(group),
+      mailbox_(group.size()),
+      outbound_(static_cast<size_t>(group.size())) {}
+
+PointToPoint::PointToPoint(Group& group, int rank, std::vector<int> local_of, std::shared_ptr<Net> net,
+                           uint64_t id, std::vector<int> job_ranks)
+    : group_(group),
+      rank_(rank),
+      local_of_(std::move(local_of)),
+      pipes_(group),
+      mailbox_(static_cast<int>(local_of_.size())),
+      outbound_(local_of_.size()),
+      far_(std::make_unique<Far>(*this, std::move(net), id, std::move(job_ranks))) {}
+
+PointToPoint::~PointToPoint() {
+  stop();
+  far_.reset();  // while what it calls is there
+}
+
+bool PointToPoint::begin_far(Work& work) {
+  Status s = check_usable();
+  if (s.ok())
+    active_++;
+  else
+    work.finish(s.clone());
+  return s.ok();
+}
+
+void PointToPoint::end_far(Work& work) {
+  active_--;
+  work.finish(Status());
+  pipes_.ring(group_.rank());  // whoever waits in finish()
+}
+
+void PointToPoint::add_far(int from, const CellHeader& header, const std::byte* data) {
+  std::lock_guard lock(mutex_);
+  if (ended_) return;
+  try {
+    const std::shared_ptr<Arrival> whole = mailbox_.add(from, header, data);
+    if (whole != nullptr) complete(*whole);
+  } catch (const std::bad_alloc&) {
+    no_memory();
+  }
+  pipes_.ring(group_.rank());
+}
+
+void PointToPoint::no_memory() {
+  const Status failure = Status::error(
+      Code::kSystem, format("rank %d has no memory for a message that it has not received yet", rank_));
+  group_.fail(failure);
+  fail_all(failure);
+}
+
+std::string PointToPoint::describe(int peer) const {
+  const int local = local_of_[static_cast<size_t>(peer)];
+  return local < 0 ? far_->name(peer) : group_.describe(local);
+}
+
+// Why it is no use to wait for this rank (-1: any).
+Status PointToPoint::hopeless(int peer, const std::string& here) const {
+  if (far_ == nullptr) return group_.trouble(peer, here, "");
+  if (peer < 0) return Status();  // somebody on another host may be there; the deadline tells
+  const int local = local_of_[static_cast<size_t>(peer)];
+  if (local >= 0) return group_.trouble(local, here, "");
+  const std::string* why = far_->gone(peer);
+  return why == nullptr ? Status()
+                        : Status::error(Code::kPeerLost, format("%s: %s", here.c_str(), why->c_str()));
+}
 
 void PointToPoint::stop() {
   if (group_.node()->forked()) {  // the thread and whoever holds the mutex are the parent's
@@ -45,6 +121,11 @@ Status PointToPoint::check_usable() const {
 std::shared_ptr<Work> PointToPoint::send(int peer, int tag, DType dtype, const void* data, size_t n_bytes,
                                          double timeout_s) {
   auto work = std::make_shared<Work>();
+  if (local_of_[static_cast<size_t>(peer)] < 0) {
+    far_->send({peer, tag, monotonic_s() + timeout_s, work, 0}, dtype, static_cast<const std::byte*>(data),
+               n_bytes);
+    return work;
+  }
   std::lock_guard lock(mutex_);
   Status s = check_usable();
   if (s.ok()) s = pipes_.open();
@@ -81,7 +162,7 @@ std::shared_ptr<Work> PointToPoint::recv(int peer, int tag, DType dtype, void* d
 void PointToPoint::complete(const Arrival& a) {
   if (!a.matched) return;
   active_--;
-  Status s = a.deliver(group_.rank());
+  Status s = a.deliver(rank_);
   if (!s.ok()) group_.fail(s);
   a.posted.work->finish(std::move(s));
 }
@@ -90,7 +171,7 @@ bool PointToPoint::push(int to) {
   auto& queue = outbound_[to];
   bool moved = false;
   while (!queue.empty()) {
-    Pipe& pipe = *pipes_.to(to);
+    Pipe& pipe = *pipes_.to(local_of_[static_cast<size_t>(to)]);
     Cell* const cell = pipe.to_fill();
     if (cell == nullptr) break;
     Message& m = queue.front();
@@ -102,7 +183,7 @@ bool PointToPoint::push(int to) {
     m.sent += n;
     pipe.filled();
     moved = true;
-    pipes_.ring(to);
+    pipes_.ring(local_of_[static_cast<size_t>(to)]);
     if (m.sent == m.n_bytes) {
       active_--;
       sending_--;
@@ -114,14 +195,15 @@ bool PointToPoint::push(int to) {
 }
 
 bool PointToPoint::pull(int from) {
-  Pipe* const pipe = pipes_.from(from);
+  const int local = local_of_[static_cast<size_t>(from)];
+  Pipe* const pipe = pipes_.from(local);
   if (pipe == nullptr) return false;
   bool moved = false;
   while (const Cell* cell = pipe->to_drain()) {
-    const std::shared_ptr<Arrival> whole = mailbox_.add(from, *cell);
+    const std::shared_ptr<Arrival> whole = mailbox_.add(from, cell->header, cell->data);
     pipe->drained();
     moved = true;
-    pipes_.ring(from);
+    pipes_.ring(local);
     if (whole != nullptr) complete(*whole);
   }
   return moved;
@@ -131,16 +213,13 @@ bool PointToPoint::progress() {
   bool moved = false;
   if (ended_) return false;
   try {
-    for (int q = 0; q < group_.size(); q++) {
-      moved = push(q) || moved;
-      moved = pull(q) || moved;
+    for (size_t q = 0; q < local_of_.size(); q++) {
+      if (local_of_[q] < 0) continue;
+      moved = push(static_cast<int>(q)) || moved;
+      moved = pull(static_cast<int>(q)) || moved;
     }
   } catch (const std::bad_alloc&) {  // a message that nobody has asked for yet is too large to keep
-    const Status failure = Status::error(
-        Code::kSystem,
-        format("rank %d has no memory for a message that it has not received yet", group_.rank()));
-    group_.fail(failure);
-    fail_all(failure);
+    no_memory();
   }
   return moved;
 }
@@ -152,6 +231,7 @@ void PointToPoint::fail_all(const Status& status) {
     queue.clear();
   }
   mailbox_.fail_all(status);
+  if (far_ != nullptr) far_->fail_all(status);
   active_ = sending_ = 0;
 }
 
@@ -230,15 +310,20 @@ void PointToPoint::hurry() {
 Status PointToPoint::find_hopeless() const {
   const double now = monotonic_s();
   const auto look = [&](int peer, double deadline_s, const char* what, int tag) {
-    const std::string here = format("%s(tag %d) on rank %d", what, tag, group_.rank());
+    const std::string here = format("%s(tag %d) on rank %d", what, tag, rank_);
     if (now > deadline_s) {
       return Status::error(Code::kTimeout, format("%s: timed out waiting for %s", here.c_str(),
-                                                  peer < 0 ? "any rank" : group_.describe(peer).c_str()));
+                                                  peer < 0 ? "any rank" : describe(peer).c_str()));
     }
-    return group_.trouble(peer, here, "");
+    return hopeless(peer, here);
   };
-  for (int q = 0; q < group_.size(); q++) {
-    for (const Message& m : outbound_[q]) PYCOMM_RETURN_IF_ERROR(look(q, m.deadline_s, "send", m.tag));
+  for (size_t q = 0; q < outbound_.size(); q++) {
+    for (const Message& m : outbound_[q])
+      PYCOMM_RETURN_IF_ERROR(look(static_cast<int>(q), m.deadline_s, "send", m.tag));
+  }
+  if (far_ != nullptr) {
+    for (const auto& [token, m] : far_->messages())
+      PYCOMM_RETURN_IF_ERROR(look(m.peer, m.deadline_s, "send", m.tag));
   }
   return mailbox_.for_each_pending(
       [&](const Posted& p, int from) { return look(from, p.deadline_s, "recv", p.tag); });

@@ -20,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "engine/far.h"
 #include "engine/mailbox.h"
 #include "engine/pipes.h"
 
@@ -32,6 +33,10 @@ inline constexpr double kStandByS = 20e-3;
 class PointToPoint {
  public:
   explicit PointToPoint(Group& group);
+  // Of a communicator of several hosts: `local_of` gives the group's rank of each of its ranks, -1 for those
+  // on other hosts, which are reached through the net.
+  PointToPoint(Group& group, int rank, std::vector<int> local_of, std::shared_ptr<Net> net, uint64_t id,
+               std::vector<int> job_ranks);
   ~PointToPoint();
 
   // peer -1 (recv only): any source. n_bytes is the whole contiguous message; dtype is compared.
@@ -60,9 +65,17 @@ class PointToPoint {
     double deadline_s;
     std::shared_ptr<Work> work;
   };
+  friend class Far;
   class Finisher;  // a caller that waits in finish()
 
   Status check_usable() const;
+  // Far's: a send to another host begins (false: it has failed) and ends; a piece of a message has come.
+  bool begin_far(Work& work);
+  void end_far(Work& work);
+  void add_far(int from, const CellHeader& header, const std::byte* data);
+  void no_memory();
+  Status hopeless(int peer, const std::string& here) const;
+  std::string describe(int peer) const;
   bool progress();
   bool push(int to);
   bool pull(int from);
@@ -74,6 +87,8 @@ class PointToPoint {
   bool stand_aside(std::unique_lock<std::mutex>& lock);
 
   Group& group_;
+  int rank_;
+  std::vector<int> local_of_;
   std::mutex mutex_;
   std::condition_variable cv_;
   Pipes pipes_;
@@ -90,6 +105,7 @@ class PointToPoint {
   bool stop_ = false;
   bool ended_ = false;  // all transfers were failed, and no cell is touched any more
   std::thread thread_;
+  std::unique_ptr<Far> far_;  // null: all ranks are on this host
 };
 
 }  // namespace pycomm

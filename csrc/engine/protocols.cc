@@ -210,6 +210,19 @@ Status Engine::run(const Call& call, CallerHooks* hooks, double timeout_s) {
   Status s = planned                               ? run_collective(run)
              : call.sig.kind == CallKind::kBarrier ? run_barrier(run)
                                                    : run_all_to_all(run);
+  return conclude(run, std::move(s));
+}
+
+Status Engine::agree(const Signature& sig, CallerHooks* hooks, double timeout_s) {
+  if (group_.failed()) return group_.failure();
+  Call call;
+  call.sig = sig;
+  call_++;
+  Run run(call, group_, hooks, timeout_s, call_, 1);
+  return conclude(run, run_barrier(run));
+}
+
+Status Engine::conclude(Run& run, Status s) {
   if (s.ok()) {
     base_ += run.last_position + 1;
     return s;
@@ -225,7 +238,7 @@ Status Engine::run(const Call& call, CallerHooks* hooks, double timeout_s) {
     return s;
   }
   // A stopped peer that wakes up later finishes the instruction it was in, and may write where we offered.
-  for (const Buffer* b : {&call.in, &call.out}) group_.node()->arena()->quarantine(b->data());
+  for (const Buffer* b : {&run.call.in, &run.call.out}) group_.node()->arena()->quarantine(b->data());
   fail_group(run, s);
   return s;
 }

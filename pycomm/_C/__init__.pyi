@@ -77,6 +77,32 @@ class Work(metaclass=_Pybind11Type):
     def announce(self, arg0: Completions, arg1: int, /) -> None: ...
     def wait(self, arg0: float, /) -> bool: ...
 
+class Net(metaclass=_Pybind11Type):
+    def __init__(
+        self,
+        arg0: int,
+        arg1: int,
+        arg2: str,
+        arg3: str,
+        arg4: str,
+        arg5: int,
+        arg6: bool,
+        arg7: bytes,
+        arg8: str,
+        arg9: str,
+        arg10: str,
+        arg11: str,
+        arg12: float,
+        /,
+    ) -> None: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def bytes_sent(self) -> int: ...
+    @property
+    def strangers(self) -> str: ...
+    def set_peers(self, arg0: Sequence[str], arg1: Sequence[str], /) -> None: ...
+
 class Communicator(metaclass=_Pybind11Type):
     def __init__(self, *args: object, **kwargs: object) -> None: ...
     deterministic: bool
@@ -91,6 +117,12 @@ class Communicator(metaclass=_Pybind11Type):
     def failed(self) -> bool: ...
     @staticmethod
     def join(arg0: str, arg1: int, arg2: int, arg3: float, arg4: float, /) -> Communicator: ...
+    @staticmethod
+    def join_hosts(
+        arg0: str, arg1: int, arg2: int, arg3: float, arg4: float, arg5: Net, arg6: Sequence[int], /
+    ) -> Communicator: ...
+    @property
+    def hosts(self) -> list[int]: ...
     def call(self, arg0: int, arg1: Any, arg2: Any, arg3: dict[str, Any], arg4: bool, /) -> Any: ...
     def point_to_point(
         self, arg0: bool, arg1: Any, arg2: int, arg3: int, arg4: float, arg5: bool, /

@@ -1,0 +1,119 @@
+// What a communicator's ranks on other hosts say to this one: messages that find their receive, and failures.
+//
+// Every message of a collective has a *key*: the call's number, its run and tile (engine/rounds.h), the
+// number of the message among those, and the sender. A receive is *expected* under that key and ends with a
+// function; a message that comes before it is kept. Messages of calls that are over are dropped.
+//
+// Agreement: each message bears the signature of its call; one that differs from ours fails the communicator
+// on both sides (kMismatch), with both texts. A rank whose own call was invalid tells its peers (kRefused).
+// A large call waits, before it sends to a peer, until that peer has *opened* it: has entered the call.
+// So nobody keeps much for others.
+//
+// Guarded by the Net's mutex, as all of a Sink. Ranks are the communicator's.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "engine/call.h"
+#include "engine/group.h"
+#include "transport/tcp/net.h"
+
+namespace pycomm {
+
+enum class RemoteKind : uint8_t { kData, kOpen, kRefuse, kFail };
+
+class Remote final : public Sink {
+ public:
+  struct Key {
+    uint32_t call, run, tile, index;
+    int from;
+    auto operator<=>(const Key&) const = default;
+  };
+  // Where a message's payload is: at its landing, or in memory that the receiver may keep.
+  using Then = std::function<void(const std::byte* data)>;
+
+  // `job_ranks`: of each rank of the communicator. `group`: the local ranks' (engine/group.h).
+  Remote(std::shared_ptr<Net> net, uint64_t id, std::vector<int> job_ranks, int rank, Group& group);
+  ~Remote() override;
+
+  Net& net() { return *net_; }
+  uint64_t id() const { return id_; }
+  int rank() const { return rank_; }
+  const std::string& name(int q) const;
+
+  // ---- with the Net's lock ----
+  // From here on the messages of this call count, and those of earlier ones do not.
+  void begin(uint32_t call, const Signature& sig);
+  // The call is over, well or badly: nothing of its memory is read or written from here on.
+  void end();
+  void expect(const Key& key, std::byte* landing, size_t n_bytes, Then then);
+  void send(int to, const Key& key, const std::byte* data, size_t n_bytes, std::function<void()> left);
+  void open(int to);
+  bool has_opened(int from) const { return opened_.contains({call_, from}); }
+  // Calls `then` once the peer has opened the call; at once when it has.
+  void when_opened(int from, std::function<void()> then);
+  // A peer's size is not what we expect of it.
+  void differ(int from, uint64_t theirs, uint64_t ours);
+  // Waits until `done`, or something ends the call, or nothing has come or left for timeout_s.
+  Status wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done, CallerHooks* hooks,
+              double timeout_s, const std::string& here);
+  void refuse(uint32_t call, const std::string& why);
+  void tell_failure(const Status& status);
+  // What ends this call: a failure, a refusal, a peer that is gone.
+  Status trouble() const;
+
+  std::byte* landing(int peer, const MessageHeader& header) override;
+  void arrived(int peer, const MessageHeader& header, std::byte* data,
+               std::unique_ptr<std::byte[]> own) override;
+  void sent(uint64_t token) override;
+  void lost(int peer, const Status& why) override;
+  void tick() override;
+
+ private:
+  struct Expected {
+    std::byte* landing;
+    size_t n_bytes;
+    Then then;
+  };
+  struct Kept {
+    MessageHeader header;
+    std::unique_ptr<std::byte[]> own;
+  };
+  class Waiting;
+
+  int rank_of(int peer) const;
+  MessageHeader header(RemoteKind kind) const;
+  bool agrees(int from, const MessageHeader& header);
+  void take(int from, const MessageHeader& header, const std::byte* data);
+  int awaited() const;  // a rank that something is expected of, -1: none
+
+  std::shared_ptr<Net> net_;
+  uint64_t id_;
+  std::vector<int> job_ranks_;
+  std::map<int, int> ranks_;  // by job rank
+  int rank_;
+  Group& group_;
+
+  uint32_t call_ = 0;
+  bool active_ = false;
+  Signature sig_;
+  Status verdict_;  // of this call: refused, or why the communicator failed
+  std::map<Key, Expected> expected_;
+  std::map<Key, Kept> kept_;
+  std::set<std::pair<uint32_t, int>> opened_;  // call, rank
+  std::multimap<int, std::function<void()>> blocked_;
+  std::map<uint32_t, std::pair<int, std::string>> refused_;  // by call: who, why
+  std::map<uint64_t, std::function<void()>> leaving_;        // by token
+  uint64_t next_token_ = 1;
+  std::map<int, std::string> gone_;  // rank: why
+  bool told_ = false;
+  double moved_at_s_ = 0;  // when something came or left last
+};
+
+}  // namespace pycomm

@@ -1,0 +1,129 @@
+#include "transport/tcp/sender.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace pycomm {
+
+namespace {
+constexpr int kMaxParts = 32;
+// A peer's host that acknowledges nothing for this long is gone.
+constexpr unsigned kUserTimeoutMs = 10'000;
+}  // namespace
+
+Status Sender::open(const Secret& secret, Route route) {
+  route_ = std::move(route);
+  secret_ = &secret;
+  deadline_ns_ = now_ns() + static_cast<int64_t>(route_.connect_timeout_s * 1e9);
+  PYCOMM_RETURN_IF_ERROR(Connector::start(route_.from, route_.to, route_.who, deadline_ns_, &connector_));
+  fd_ = connector_->fd();
+  setsockopt(fd_, IPPROTO_TCP, TCP_USER_TIMEOUT, &kUserTimeoutMs, sizeof kUserTimeoutMs);
+  if (route_.io_buffer_bytes > 0)
+    setsockopt(fd_, SOL_SOCKET, SO_SNDBUF, &route_.io_buffer_bytes, sizeof route_.io_buffer_bytes);
+  return Status();
+}
+
+Status Sender::greet() {
+  if (connector_ != nullptr) {
+    bool connected = false;
+    PYCOMM_RETURN_IF_ERROR(connector_->step(&connected));
+    if (!connected) return Status();
+    Handshake handshake;
+    PYCOMM_RETURN_IF_ERROR(Handshake::initiate(
+        *secret_, route_.terms, route_.who + " at " + route_.to.to_string(), deadline_ns_, &handshake));
+    fd_ = connector_->release();
+    connector_.reset();
+    greeting_.emplace(std::move(handshake));
+  }
+  bool wants_write = false;
+  Status s = drive(&*greeting_, fd_, &wants_write);
+  if (!s.ok()) {
+    ::close(fd_);
+    fd_ = -1;
+    greeting_.reset();
+    return s;
+  }
+  if (!greeting_->done()) return Status();
+  s = Channel::open(fd_, greeting_->take_session(), &channel_);
+  greeting_.reset();
+  return s;
+}
+
+// Gathers the messages at the head of the queue into one system call.
+Status Sender::write_some(bool* blocked) {
+  iovec parts[kMaxParts];
+  int n = 0;
+  size_t skip = done_, want = 0;
+  const auto add = [&](const void* data, size_t n_bytes) {
+    if (skip >= n_bytes) {
+      skip -= n_bytes;
+      return;
+    }
+    parts[n++] = {static_cast<std::byte*>(const_cast<void*>(data)) + skip, n_bytes - skip};
+    want += n_bytes - skip;
+    skip = 0;
+  };
+  for (const Outgoing& m : queue_) {
+    if (n + 2 > kMaxParts) break;
+    add(&m.header, sizeof m.header);
+    add(m.data, m.header.n_bytes);
+  }
+  size_t written = 0;
+  PYCOMM_RETURN_IF_ERROR(channel_->write(parts, n, &written));
+  *blocked = written < want;
+  done_ += written;
+  while (!queue_.empty() && done_ >= sizeof(MessageHeader) + queue_.front().header.n_bytes) {
+    const Outgoing m = std::move(queue_.front());
+    queue_.pop_front();
+    done_ -= sizeof(MessageHeader) + m.header.n_bytes;
+    if (m.sink != nullptr) m.sink->sent(m.token);
+  }
+  return Status();
+}
+
+Status Sender::pump() {
+  if (channel_ == nullptr) {
+    PYCOMM_RETURN_IF_ERROR(greet());
+    if (channel_ == nullptr) return Status();
+  }
+  bool blocked = false;
+  if (channel_->unsent()) {
+    PYCOMM_RETURN_IF_ERROR(channel_->flush());
+    blocked = channel_->unsent();
+  }
+  while (!blocked && !queue_.empty()) PYCOMM_RETURN_IF_ERROR(write_some(&blocked));
+  return Status();
+}
+
+void Sender::forget(const Sink* sink) {
+  for (size_t i = 0; i < queue_.size(); i++) {
+    Outgoing& m = queue_[i];
+    if (m.sink != sink) continue;
+    m.sink = nullptr;
+    const bool begun = i == 0 && done_ > 0;
+    if (!begun) {
+      queue_.erase(queue_.begin() + static_cast<std::ptrdiff_t>(i--));
+    } else if (m.own == nullptr && m.header.n_bytes > 0) {
+      m.own = std::make_unique<std::byte[]>(m.header.n_bytes);
+      std::memcpy(m.own.get(), m.data, m.header.n_bytes);
+      m.data = m.own.get();
+    }
+  }
+}
+
+std::deque<Outgoing> Sender::abandon() {
+  if (greeting_) ::close(fd_);
+  greeting_.reset();
+  connector_.reset();
+  channel_.reset();
+  fd_ = -1;
+  done_ = 0;
+  return std::move(queue_);
+}
+
+}  // namespace pycomm

@@ -1,0 +1,66 @@
+// A connection that this process opens to a peer, and the messages queued for it.
+//
+// Data flow one way only: each of two processes opens its own connections to the other, so there is never a
+// question of who connects. The first message opens it. States: idle, connecting, greeting (the handshake),
+// open, ended. Messages keep their order. Guarded by the Net's mutex.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <optional>
+
+#include "transport/tcp/channel.h"
+#include "transport/tcp/connect.h"
+#include "transport/tcp/message.h"
+
+namespace pycomm {
+
+struct Outgoing {
+  MessageHeader header;
+  const std::byte* data = nullptr;
+  Sink* sink = nullptr;  // told when it has left; null: nobody
+  uint64_t token = 0;
+  std::unique_ptr<std::byte[]> own;  // the payload, when nobody else keeps it
+};
+
+class Sender {
+ public:
+  struct Route {
+    Address from, to;
+    Terms terms;
+    std::string who;
+    double connect_timeout_s;
+    int io_buffer_bytes;  // of the socket; 0: the system's choice
+  };
+  // Begins to connect. `fd()` is then to be watched for both directions.
+  Status open(const Secret& secret, Route route);
+  // Goes on: connects, greets, writes until the socket is full.
+  Status pump();
+  void push(Outgoing message) { queue_.push_back(std::move(message)); }
+  // Drops what is queued for this sink; what has begun to leave is copied first.
+  void forget(const Sink* sink);
+  // Takes what has not left, for the sinks to be told.
+  std::deque<Outgoing> abandon();
+
+  bool idle() const { return connector_ == nullptr && channel_ == nullptr && !greeting_; }
+  bool is_open() const { return channel_ != nullptr; }
+  bool empty() const { return queue_.empty() && (channel_ == nullptr || !channel_->unsent()); }
+  int fd() const { return fd_; }
+  const Channel* channel() const { return channel_.get(); }
+
+ private:
+  Status greet();
+  Status write_some(bool* blocked);
+
+  int fd_ = -1;
+  Route route_{};
+  const Secret* secret_ = nullptr;
+  int64_t deadline_ns_ = 0;
+  std::unique_ptr<Connector> connector_;
+  std::optional<Handshake> greeting_;
+  std::unique_ptr<Channel> channel_;
+  std::deque<Outgoing> queue_;
+  size_t done_ = 0;  // bytes of the first message that have left, header included
+};
+
+}  // namespace pycomm

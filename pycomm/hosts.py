@@ -1,0 +1,192 @@
+"""The ranks of a job on several machines: who is where, and how their processes reach each other.
+
+Ranks are on one host when they run under one kernel and see one folder for temporary files: then they can
+share memory, through a socket there. (Containers of one machine that do not are hosts of their own.)
+``PYCOMM_HOSTID`` says otherwise, as NCCL_HOSTID does. All that ranks tell each other goes through the store
+in which they met, before any connection: rank 0 collects one text from each and hands out all of them.
+
+The connections themselves are authenticated (docs/multi-host.md): with the secret in PYCOMM_SECRET_FILE, or
+with one that rank 0 makes and the store hands out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pycomm import _C
+from pycomm.errors import CommError, CommTimeoutError
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The ranks of several hosts, as one of them sees them."""
+
+    host_of: list[int]  # of each rank, numbered by their lowest ranks
+    folder: str  # where this host's ranks meet
+    net: _C.Net
+
+    def local(self, rank: int) -> tuple[int, int]:
+        """The rank's number on its host, and how many there are."""
+        here = [r for r, host in enumerate(self.host_of) if host == self.host_of[rank]]
+        return here.index(rank), len(here)
+
+
+def temporary_root() -> str:
+    """Where run folders are made."""
+    return os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+
+
+def host_id() -> str:
+    """This host, as a string that another one does not have."""
+    if given := os.environ.get("PYCOMM_HOSTID"):
+        return f"{given} given"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = "unknown"
+    folder = os.stat(temporary_root())
+    return f"{socket.gethostname()} {boot}-{folder.st_dev:x}-{folder.st_ino:x}"
+
+
+def _came(store: Any, key: str, end_s: float) -> bool:
+    """Waits until the store has the key, or the time is over.
+
+    Asks again and again: torch's stores do not look for Ctrl-C while they wait, and complain of short waits.
+    """
+    pause_s = 1e-3
+    while not store.check([key]):
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.02)
+    return True
+
+
+def exchange(store: Any, key: str, rank: int, size: int, text: str, timeout: float) -> list[str]:
+    """Every rank's text, in the order of ranks; each key serves once.
+
+    Raises:
+        CommTimeoutError: some ranks did not come; the message names them.
+        CommError: the store has gone.
+    """
+    end_s = time.monotonic() + timeout
+    others = range(1, size)
+    try:
+        store.set(f"{key}/{rank}", text)
+        if rank == 0:
+            all_came = all(_came(store, f"{key}/{other}", end_s) for other in others)
+            came = [other for other in others if all_came or store.check([f"{key}/{other}"])]
+            missing = [str(other) for other in others if other not in came]
+            texts = [text, *(str(store.get(f"{key}/{other}").decode()) for other in others if all_came)]
+            store.set(f"{key}/all", json.dumps([missing, texts]))
+            if missing:  # this process may serve the store, and is about to leave: they must hear it first
+                for other in came:
+                    _came(store, f"{key}/{other}/told", end_s + 2.0)
+        elif _came(store, f"{key}/all", end_s + 1.0):  # rank 0's time begins earlier, or a little later
+            missing, texts = json.loads(store.get(f"{key}/all"))
+            store.set(f"{key}/{rank}/told", "")
+        else:
+            missing, texts = ["0"], []
+        if not missing:
+            return [str(t) for t in texts]
+    except RuntimeError as error:  # a FileStore raises nothing more special
+        raise CommError(
+            f"rank {rank} of {size} asked the {type(store).__name__} for the other ranks: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    raise CommTimeoutError(
+        f"rank {rank} waited {timeout:g} s in the {type(store).__name__} for rank(s) {', '.join(missing)} to "
+        f"join: were all {size} processes started, with the same store?"
+    )
+
+
+def _flag(name: str) -> bool:
+    text = os.environ.get(name, "0")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, got {text!r}")
+    return text == "1"
+
+
+def _n_sockets() -> int:
+    text = os.environ.get("PYCOMM_SOCKETS", "1")
+    if not text.isdecimal() or not 1 <= int(text) <= 16:
+        raise ValueError(f"PYCOMM_SOCKETS must be a number from 1 to 16, got {text!r}")
+    return int(text)
+
+
+def _master(store: Any) -> str:
+    """An address of rank 0's host that the others know; "" when there is none."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    name = getattr(store, "host", "") or os.environ.get("MASTER_ADDR", "")
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)} if name else set()
+    except OSError:
+        return ""
+    # A name that means this host itself everywhere tells nobody where that is.
+    local = ("127.", "::1")
+    return next((address for address in sorted(found) if not address.startswith(local)), "")
+
+
+def meet(store: Any, key: str, rank: int, size: int, folder: str, timeout: float) -> Hosts | None:
+    """Who is where, told through the store; None when all ranks are on this host.
+
+    Args:
+        key: of this meeting; no other one has it.
+        folder: where rank 0's host meets.
+    """
+    names = exchange(store, f"{key}/hosts", rank, size, host_id(), timeout)
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    if len(numbers) == 1:
+        return None
+    host_of = [numbers[name] for name in names]
+    first = host_of.index(host_of[rank]) == rank
+    if first and rank != 0:
+        folder = tempfile.mkdtemp(prefix="pycomm-", dir=temporary_root())
+    made = secrets.token_hex(32) if rank == 0 else ""
+    made = exchange(store, f"{key}/secret", rank, size, made, timeout)[0]
+    try:
+        net = _net(key, rank, size, _master(store), made)
+        mine = [net.address, f"rank {rank} (host {names[rank].split()[0]}, pid {os.getpid()})", ""]
+    except (ValueError, CommError) as error:
+        exchange(store, f"{key}/net", rank, size, json.dumps(["", "", str(error)]), timeout)
+        raise
+    told = [
+        json.loads(t) for t in exchange(store, f"{key}/net", rank, size, json.dumps([*mine, folder]), timeout)
+    ]
+    wrong = [f"rank {r}: {t[2]}" for r, t in enumerate(told) if t[2]]
+    if wrong:
+        raise CommError(f"rank {rank}: other ranks cannot be reached: {'; '.join(wrong)}")
+    net.set_peers([t[0] for t in told], [t[1] for t in told])
+    return Hosts(host_of, told[host_of.index(host_of[rank])][3], net)
+
+
+def _net(key: str, rank: int, size: int, master: str, secret: str) -> _C.Net:
+    from pycomm import __version__  # the package is being imported when this module is
+
+    encrypt, n_sockets = _flag("PYCOMM_ENCRYPT"), _n_sockets()
+    return _C.Net(
+        rank,
+        size,
+        os.environ.get("PYCOMM_SOCKET_IFNAME", ""),
+        master,
+        os.environ.get("PYCOMM_PORT_RANGE", ""),
+        n_sockets,
+        encrypt,
+        bytes.fromhex(secret),
+        os.environ.get("PYCOMM_SECRET_FILE", ""),
+        key,
+        f"pycomm {__version__}, {n_sockets} sockets, encryption {'on' if encrypt else 'off'}",
+        socket.gethostname(),
+        CONNECT_TIMEOUT_S,
+    )
