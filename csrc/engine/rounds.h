@@ -37,7 +37,7 @@ class Rounds {
     ReduceOp op = ReduceOp::kSum;
   };
   static constexpr uint32_t kWindow = 8;
-  static constexpr size_t kSliceBytes = size_t{128} << 10;
+  static constexpr size_t kSliceBytes = size_t{256} << 10;
   // Calls of at most this many bytes are sent before the peer has entered the call.
   static constexpr size_t kEagerBytes = size_t{64} << 10;
 

@@ -10,6 +10,7 @@ namespace pycomm {
 
 namespace {
 constexpr size_t kBufferBytes = size_t{64} << 10;
+constexpr size_t kLargeBytes = size_t{16} << 10;
 constexpr size_t kTurnBytes = size_t{4} << 20;
 }  // namespace
 
@@ -88,9 +89,11 @@ Status Receiver::pump(const Find& find, bool* more) {
   }
   for (size_t turn = 0; turn < kTurnBytes;) {
     size_t n = 0;
-    // The payload's rest first, then whatever follows into the buffer, in one system call.
+    // The payload's rest first, then what follows into the buffer, in one system call: behind a large payload
+    // only the next header, whose payload shall not be copied either.
     const size_t left = have_header_ ? header_.n_bytes - got_ : 0;
-    const iovec parts[2] = {{to_ + got_, left}, {buffer_.data() + filled_, buffer_.size() - filled_}};
+    const size_t room = left > kLargeBytes ? sizeof header_ : buffer_.size();
+    const iovec parts[2] = {{to_ + got_, left}, {buffer_.data() + filled_, room - filled_}};
     const int first = left > 0 ? 0 : 1;
     PYCOMM_RETURN_IF_ERROR(channel_->read(parts + first, 2 - first, &n));
     if (n == 0) return Status();
