@@ -175,9 +175,9 @@ def _torch_deprecates_it() -> bool:
     return "forward_sync_buffers" in inspect.signature(Torchs.__init__).parameters
 
 
-def chosen_overlap(overlap: str | None, n_local_ranks: int) -> str:
-    """The argument, the environment, or what suits the machine's cores."""
-    return overlap or os.environ.get(OVERLAP_VARIABLE) or _default_overlap(n_local_ranks)
+def chosen_overlap(overlap: str | None, comm: Communicator) -> str:
+    """The argument, the environment, or what suits the network or the machine's cores."""
+    return overlap or os.environ.get(OVERLAP_VARIABLE) or _default_overlap(comm)
 
 
 def agreed_overlap(comm: Communicator, overlap: str) -> str:
@@ -191,9 +191,18 @@ def agreed_overlap(comm: Communicator, overlap: str) -> str:
     return str(by_eagerness[int(mine)])
 
 
-def _default_overlap(n_local_ranks: int) -> Overlap:
-    """A thread that reduces beside backward pays only where it has a core to itself."""
-    return "async" if _usable_cores() >= 2 * n_local_ranks else "end"
+def _default_overlap(comm: Communicator) -> Overlap:
+    """Inside a host a thread that reduces beside backward pays only where it has a core to itself.
+
+    Between hosts it mostly waits for the network, which needs none.
+    """
+    several_hosts = len(set(comm._c.hosts)) > 1
+    return "async" if several_hosts or has_a_core_each(comm.size) else "end"
+
+
+def has_a_core_each(n_local_ranks: int) -> bool:
+    """Whether every rank of this host has a second core, for what goes on beside it."""
+    return _usable_cores() >= 2 * n_local_ranks
 
 
 def _usable_cores() -> float:

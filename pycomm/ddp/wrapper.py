@@ -195,7 +195,7 @@ class DistributedDataParallel(TorchNames):
             bucket_cap_mb_list,
             compression,
             error_feedback,
-            chosen_overlap(overlap, self.communicator.size),
+            chosen_overlap(overlap, self.communicator),
             device_ids,
             output_device,
             delayed,

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from pycomm.communicator import Communicator
-from pycomm.ddp.arguments import _default_overlap
+from pycomm.ddp.arguments import has_a_core_each
 from pycomm.tensor_parallel.regions import (
     _apply,
     _GatherPartial,
@@ -56,8 +56,7 @@ def n_chunks_of(comm: Communicator) -> int:
         # Of the machine, not of the group only: data-parallel ranks need cores as well.
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
         n_local_ranks = max(comm.size, int(local) if local.isdecimal() else 1)
-        has_cores = _default_overlap(n_local_ranks) == "async"
-        wanted = int(text) if text else _DEFAULT_CHUNKS if has_cores else 1
+        wanted = int(text) if text else _DEFAULT_CHUNKS if has_a_core_each(n_local_ranks) else 1
         smallest = torch.tensor([wanted], dtype=torch.int64, device="cpu")
         comm.all_reduce(smallest, op="min")
         _agreed[comm] = int(smallest)
