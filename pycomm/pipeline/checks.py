@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pycomm.communicator import Communicator
@@ -19,28 +20,47 @@ from pycomm.pipeline.messages import Spec, leaves
 from pycomm.pipeline.stage import PipelineStage
 from pycomm.tensor_parallel.regions import lengths_of
 
-__all__ = ["alone", "between_stages", "check", "together"]
+__all__ = ["Arguments", "alone", "between_stages", "check", "together"]
+
+
+@dataclass
+class Arguments:
+    """What a rank tells of its part of a call.
+
+    Attributes:
+        n_rows: of the tensors that it cuts into microbatches; 0: it has none.
+        everyones: of all ranks, when the exchange is over; empty where ranks do not begin together.
+    """
+
+    n_rows: int = 0
+    everyones: tuple[int, ...] = ()
 
 
 @contextlib.contextmanager
-def together(comm: Communicator, who: str) -> Iterator[None]:
+def together(comm: Communicator, who: str) -> Iterator[Arguments]:
     """An exception inside, on any rank, is raised on every rank. Collective.
 
     Args:
         comm: of the ranks.
         who: begins the error of the others.
 
+    Yields:
+        What this rank tells the others, and then what they have told.
+
     Raises:
         Exception: this rank's own.
         ValueError: another's, which it names.
     """
     problem: Exception | None = None
+    mine = Arguments()
     try:
-        yield
+        yield mine
     except Exception as error:
         problem = error
     text = b"" if problem is None else f"{type(problem).__name__}: {problem}".encode()
-    lengths = lengths_of(len(text), comm)
+    told = lengths_of(len(text) if problem is not None else -mine.n_rows, comm)  # one number says both
+    lengths = [max(number, 0) for number in told]
+    mine.everyones = tuple(max(-number, 0) for number in told)
     if any(lengths):
         texts = gather_bytes(comm, text, lengths)
         if problem is None:
@@ -51,10 +71,10 @@ def together(comm: Communicator, who: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(comm: Communicator, who: str) -> Iterator[None]:
+def alone(comm: Communicator, who: str) -> Iterator[Arguments]:
     """Likewise where ranks do not begin together: calls of the others, and later ones, end with CommError."""
     try:
-        yield
+        yield Arguments()
     except Exception as error:
         if comm.size > 1:
             comm.abort(f"{who}: rank {comm.rank} refused this call: {type(error).__name__}: {error}")

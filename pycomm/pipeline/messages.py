@@ -31,7 +31,16 @@ class Spec(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor, wire: str = "") -> Spec:
-        """Of a tensor."""
+        """Of a tensor.
+
+        Raises:
+            TypeError: it is sparse, nested or the like.
+        """
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"a {str(tensor.layout).removeprefix('torch.')} tensor cannot pass between stages: give "
+                "a dense one, or its parts"
+            )
         return Spec(_NAMES[tensor.dtype], tuple(tensor.shape), tensor.requires_grad, wire)
 
     @property
@@ -74,8 +83,11 @@ def replace_leaves(value: Any, change: Any) -> Any:
         return [replace_leaves(item, change) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: replace_leaves(item, change) for key, item in value.items()}
+    what = f"type {type(value).__name__}"
+    if isinstance(value, dict):
+        what += f" with the key {next(key for key in value if not isinstance(key, str))!r}"
     raise TypeError(
-        f"a value of type {type(value).__name__} cannot pass between stages: expected tensors, None, bool, "
+        f"a value of {what} cannot pass between stages: expected tensors, None, bool, "
         "int, float, str, and tuples, lists and dicts (with str keys) of these"
     )
 

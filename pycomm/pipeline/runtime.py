@@ -120,10 +120,16 @@ class Runtime:
             raise
 
     def _tell(self, error: BaseException, action: Action | None) -> None:
-        """The peers of a rank whose step has ended with an error of its own wait for what never comes."""
-        is_own = isinstance(error, Exception) and not isinstance(error, CommError)
-        if is_own and self.comm.size > 1:
-            what = f"{type(error).__name__} in {action}: {error}"
+        """The peers of a rank whose step has ended with an error of its own wait for what never comes.
+
+        So it is after Ctrl-C; and what they would get of a next step is not what they wait for.
+        """
+        if isinstance(error, CommError):
+            return
+        if action is not None and hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(f"in {action} of the pipeline's step, on rank {self.comm.rank}")
+        if self.comm.size > 1:
+            what = f"{type(error).__name__} in {action}{f': {error}' if str(error) else ''}"
             self.comm._c.abort(f"the pipeline's step ended on rank {self.comm.rank} with {what}")
 
 

@@ -3,10 +3,7 @@
 What a rank does is an order of :mod:`pycomm.pipeline.schedule`, run by
 :class:`pycomm.pipeline.runtime.Runtime`; named.py has a class for each name of the catalog.
 
-The loss of a step is that of the whole batch: with c_k the count of microbatch k (its samples, or what
-``count`` says of its target, such as tokens that are not ignored) the sum of c_k / C times the loss of
-microbatch k, C being the sum of all counts, over ``count_group`` too. So gradients are the batch's whatever
-the microbatches' sizes, and accumulate over steps without being scaled again.
+The loss of a step is that of the whole batch, whatever the sizes of the microbatches (losses.py).
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from pycomm.pipeline import microbatches, timeline
 from pycomm.pipeline.batch_norm import deferred_norms, deferring
 from pycomm.pipeline.checks import between_stages, together
 from pycomm.pipeline.group import pipeline_communicator
-from pycomm.pipeline.messages import leaves
+from pycomm.pipeline.losses import Losses, shared
 from pycomm.pipeline.replicas import with_replicas
 from pycomm.pipeline.runtime import Inputs, Loss, Runtime
 from pycomm.pipeline.schedule.catalog import build
@@ -69,11 +66,13 @@ class PipelineSchedule:
         wire_error_feedback: with "int8": what encoding lost is added to the next microbatch's.
 
     Attributes:
-        loss: of the last step: a tensor on the rank of the last stage, or on all ranks; None elsewhere.
+        loss: of the last step, or eval with a target: a tensor without dimensions, of the dtype that
+            ``loss_fn`` gives, on the rank of the last stage, or on all ranks; None elsewhere.
 
     Raises:
         ValueError: stages that do not fit the schedule or each other, no microbatches, an order that cannot
             be; on every rank where it is about the schedule.
+        TypeError: ``n_microbatches`` is no int; ValueError on the other ranks.
 
     Example:
         >>> from torch import nn
@@ -116,6 +115,8 @@ class PipelineSchedule:
         self._n_microbatches = n_microbatches
         with together(self._comm, self.schedule_name or type(self).__name__):
             self._norms = deferred_norms(stage.submod for stage in mine)
+            if isinstance(n_microbatches, bool) or not isinstance(n_microbatches, int):
+                raise TypeError(f"n_microbatches must be an int, got {n_microbatches!r}")
             for stage in mine:
                 stage.n_microbatches = n_microbatches
             self._order = self._build(n_stages, n_microbatches) if order is None else order
@@ -123,10 +124,9 @@ class PipelineSchedule:
             self._check_stages(mine, n_stages)
             self._given = self._order
             self._order = with_replicas(self._given, self._stages)
-            self._loss_fn = loss_fn
             self._specs, self._merge_spec = (args_chunk_spec, kwargs_chunk_spec), output_merge_spec
-            self._scales, self._count = scale_grads, count
-            self._count_comm = None if count_group is None else communicator_of(count_group)
+            count_comm = None if count_group is None else communicator_of(count_group)
+            self._losses = Losses(self._order.name, loss_fn, n_microbatches, scale_grads, count, count_comm)
             self._shares_loss = loss_on_all_ranks
             skips, tied = {**mine[0].skips, **(skips or {})}, [*mine[0].tied, *tied]
             for name, (source, to) in skips.items():
@@ -165,6 +165,11 @@ class PipelineSchedule:
             raise ValueError(
                 f"{order.name}: rank {rank} of {order.n_ranks} holds stages {expected}, got {given}; every "
                 f"stage's rank is {list(order.placement)}"
+            )
+        if not order.has_backward:
+            raise ValueError(
+                f"{order.name}: the schedule has forwards only and would train nothing: give one with "
+                "backwards; eval makes its own"
             )
         if order.n_microbatches != self._n_microbatches:
             raise ValueError(
@@ -261,18 +266,45 @@ class PipelineSchedule:
             CommError: another rank is lost, or does not come.
         """
         self._agree()
-        with self._begins(self._comm, f"{self._order.name}.step"):
-            loss = self._loss_of(target, loss_kwargs) if self._has_last else None
-            inputs = self._inputs(args, kwargs)
+        loss, inputs = self._arguments("step", args, kwargs, target, loss_kwargs, self._has_last)
         with deferring(self._norms):
             outputs, made = self._train(inputs, loss)
-        if not self._has_last:
-            self._set_loss(None)
-            return None
-        if losses is not None:
-            losses[:] = [found for found in self._plain if found is not None]
-        self._set_loss(torch.stack([m for m in made if m is not None]).sum())
-        return self._merge(outputs) if return_outputs else None
+        self._set_loss(made, losses)
+        return self._merge(outputs) if self._has_last and return_outputs else None
+
+    def _arguments(
+        self,
+        what: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        loss_kwargs: Mapping[str, Any] | None,
+        has_loss: bool,
+    ) -> tuple[Loss | None, Inputs]:
+        """What makes losses, and the microbatches' inputs; what is wrong with them is told on every rank."""
+        who, n = f"{self._order.name}.{what}", self._n_microbatches
+        args = args if self._has_first else ()
+        specs = self._specs[0] if self._has_first else None, self._specs[1]
+        with self._begins(self._comm, who) as mine:
+            if self._has_first and not args and not kwargs:
+                raise ValueError(
+                    f"{self._order.name}: rank {self._comm.rank} has the first stage and got no batch: give "
+                    "it the whole batch's arguments"
+                )
+            inputs = microbatches.split(args, kwargs, n, *specs)
+            sizes = [
+                *microbatches.cut_sizes(args, specs[0], "args"),
+                *microbatches.cut_sizes(kwargs, specs[1], "kwargs"),
+                *(microbatches.cut_sizes(target, None, "target") if has_loss else ()),
+            ]
+            microbatches.check_alike(sizes, n)
+            mine.n_rows = sizes[0][1] if sizes else 0
+            loss = None
+            if has_loss:
+                loss = self._losses.of(target, loss_kwargs, f"rank {self._comm.rank}")
+        rows = [(f"rank {r}'s part of the batch", size) for r, size in enumerate(mine.everyones) if size]
+        microbatches.check_alike(rows, n, f"{who}: ")
+        return loss, inputs
 
     def _merge(self, outputs: list[Any]) -> Any:
         return (
@@ -296,22 +328,37 @@ class PipelineSchedule:
         return made
 
     def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
-        """Forward of one batch, of any size that can be cut; as :meth:`step`, a loss is not needed."""
+        """Forward of one batch, of any size that can be cut.
+
+        Args:
+            args, losses, kwargs: as of :meth:`step`.
+            target: None: no loss is computed, and ``loss`` stays as it is.
+
+        Returns:
+            As :meth:`step`.
+
+        Raises:
+            ValueError, CommError: as :meth:`step`.
+        """
         self._agree()
-        loss = None
-        with self._begins(self._comm, f"{self._order.name}.eval"):
-            if self._has_last and self._loss_fn is not None and target is not None:
-                loss = self._loss_of(target)
-            inputs = self._inputs(args, kwargs)
+        has_loss = self._has_last and self._losses.loss_fn is not None and target is not None
+        loss, inputs = self._arguments("eval", args, kwargs, target, None, has_loss)
         with deferring(self._norms):
             outputs, made = self._runtime.run(self._forwards, inputs, loss)
-        if not self._has_last:
-            return None
-        if loss is not None:
-            self.loss = torch.stack([m for m in made if m is not None]).sum()
-            if losses is not None:
-                losses[:] = [found for found in self._plain if found is not None]
-        return self._merge(outputs)
+        before = self.loss
+        self._set_loss(made, losses)
+        if self.loss is None:
+            self.loss = before
+        return self._merge(outputs) if self._has_last else None
+
+    def _set_loss(self, made: list[Tensor | None], losses: list[Tensor] | None) -> None:
+        """``loss``, and the user's list of the microbatches', after a step or eval."""
+        found = [weighed for weighed in made if weighed is not None]
+        self.loss = torch.stack(found).sum() if found else None
+        if found and losses is not None:
+            losses[:] = self._losses.plain
+        if self._shares_loss:
+            self.loss = shared(self.loss, self._comm, self._order.placement[-1])
 
     def _agree(self) -> None:
         """Once, before anything is sent: do all ranks run the same schedule?
@@ -337,67 +384,3 @@ class PipelineSchedule:
         between_stages(self._comm, self._stages, self._order.placement)
         self._order = with_replicas(self._given, self._stages, self._comm)
         self._has_agreed = True
-
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        given = args if self._has_first else ()
-        if self._has_first and not args and not kwargs:
-            raise ValueError(
-                f"{self._order.name}: rank {self._comm.rank} has the first stage and got no batch: give it "
-                "the whole batch's arguments"
-            )
-        return microbatches.split(given, kwargs, self._n_microbatches, self._specs[0], self._specs[1])
-
-    def _loss_of(
-        self, target: Any, loss_kwargs: Mapping[str, Any] | None = None
-    ) -> Callable[[Any, int], Tensor]:
-        if self._loss_fn is None:
-            raise ValueError(
-                f"{self._order.name}: rank {self._comm.rank} has the last stage and needs a loss_fn to "
-                f"train: give {type(self).__name__} one, or call eval for outputs alone"
-            )
-        if target is None:
-            raise ValueError(
-                f"{self._order.name}: rank {self._comm.rank} has the last stage and got no target: give "
-                "target= the whole batch's, on that rank"
-            )
-        loss_fn, n = self._loss_fn, self._n_microbatches
-        targets = [row[0][0] for row in microbatches.split((target,), {}, n)]
-        weights = self._weights(targets)
-        self._plain: list[Tensor | None] = [None] * n
-
-        def loss(output: Any, k: int) -> Tensor:
-            if weights[k] == 0:  # the mean of nothing is no number
-                zero = torch.stack(
-                    [leaf.sum() * 0 for leaf in leaves(output) if leaf.is_floating_point()]
-                ).sum()
-                self._plain[k] = zero.detach()
-                return zero
-            made = loss_fn(output, targets[k], **(loss_kwargs or {}))
-            self._plain[k] = made.detach()
-            return made * weights[k]
-
-        return loss
-
-    def _weights(self, targets: list[Any]) -> list[float]:
-        if not self._scales:
-            return [1.0] * len(targets)
-        counts = [
-            float(self._count(t)) if self._count is not None else float(microbatches.n_samples(t) or 1)
-            for t in targets
-        ]
-        total, n = sum(counts), 1
-        if self._count_comm is not None:
-            all_counts = torch.tensor([total], dtype=torch.float64)
-            self._count_comm.all_reduce(all_counts)
-            total, n = float(all_counts), self._count_comm.size
-        if total == 0:
-            raise ValueError(f"{self._order.name}: the targets of the whole batch count nothing")
-        return [c * n / total for c in counts]
-
-    def _set_loss(self, loss: Tensor | None) -> None:
-        if self._shares_loss:
-            shared = torch.zeros((), dtype=torch.float64) if loss is None else loss.to(torch.float64)
-            root = self._order.placement[-1]
-            self._comm.broadcast(shared, root)
-            loss = shared if loss is None else loss
-        self.loss = loss

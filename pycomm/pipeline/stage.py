@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pycomm.pipeline.backward import HalfDone, backward_input, backward_weight
 from pycomm.pipeline.checkpoint import Checkpointing, Frame
@@ -26,6 +27,8 @@ class _Kept:
     has_loss: bool  # it is the only output
     frame: Frame | None = None  # computes the whole forward again
     half: HalfDone | None = None
+    batch: list[Tensor] = field(default_factory=list)  # of the user's arguments those that require one
+    batch_leaves: list[Tensor] = field(default_factory=list)  # and what the module was given in their place
 
 
 class PipelineStage:
@@ -132,6 +135,14 @@ class PipelineStage:
             The output, and the loss (or None).
         """
         popped = leaves(skips.incoming)
+        # Gradients of the user's own tensors are passed on by hand: a backward in halves reaches no further
+        # than its stage, and what lies behind a batch is there for all of its microbatches.
+        own: Any = (args if self.is_first else (), kwargs)
+        batch = _requiring(own) if keep else []
+        if batch:
+            own = tree_map_only(Tensor, lambda t: t.detach().requires_grad_() if t.requires_grad else t, own)
+            args, kwargs = own[0] if self.is_first else args, own[1]
+        batch_leaves = _requiring(own) if batch else []
 
         def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             output = self.submod(*args, **kwargs)
@@ -149,7 +160,10 @@ class PipelineStage:
             inputs = [] if self.is_first else leaves(args)
             ends = [*([loss] if loss is not None else leaves(output)), *leaves(skips.outgoing)]
             inputs, ends = ([t for t in some if t.requires_grad] for some in ([*inputs, *popped], ends))
-            self._kept[microbatch] = _Kept(inputs, ends, loss is not None and loss.requires_grad, frame)
+            has_loss = loss is not None and loss.requires_grad
+            self._kept[microbatch] = _Kept(
+                inputs, ends, has_loss, frame, batch=batch, batch_leaves=batch_leaves
+            )
         return output, loss
 
     def recompute(self, microbatch: int) -> None:
@@ -181,12 +195,14 @@ class PipelineStage:
         found: list[Tensor | None]
         if half:
             weights = [p for p in self.submod.parameters() if p.requires_grad]
-            found, kept.half = backward_input(outputs, given, kept.inputs, weights)
+            found, kept.half = backward_input(outputs, given, [*kept.inputs, *kept.batch_leaves], weights)
             kept.outputs = []
-            return found
+            _to_batch(kept, found[len(kept.inputs) :])
+            return found[: len(kept.inputs)]
         if outputs:
             torch.autograd.backward(outputs, given)
         found = [t.grad for t in kept.inputs]
+        _to_batch(kept, [t.grad for t in kept.batch_leaves])
         del self._kept[microbatch]
         return found
 
@@ -199,6 +215,18 @@ class PipelineStage:
     def forget(self) -> None:
         """After a failure."""
         self._kept.clear()
+
+
+def _requiring(value: Any) -> list[Tensor]:
+    """The tensors that require a gradient, of a nest that may hold anything else, too."""
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
+
+
+def _to_batch(kept: _Kept, found: list[Tensor | None]) -> None:
+    """The gradients of the user's tensors go on to what these were made of."""
+    ready = [(t, g) for t, g in zip(kept.batch, found, strict=True) if g is not None]
+    if ready:
+        torch.autograd.backward([t for t, _ in ready], [g for _, g in ready], retain_graph=True)
 
 
 def told(example: Any) -> list[Spec] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from pycomm.pipeline.schedule.action import BACKWARDS, REDUCE, Action
+from pycomm.pipeline.schedule.action import BACKWARDS, COMPUTATIONS, REDUCE, Action
 from pycomm.pipeline.schedule.order import Order
 
 __all__ = ["live_activations", "needs", "sequence", "verify"]
@@ -80,14 +80,18 @@ def verify(order: Order, max_live: int | None = None) -> None:
         max_live: at most so many activations (stage, microbatch) on a rank at any time.
 
     Raises:
-        ValueError: what is wrong: an action that is missing, twice or on another rank than its stage, a
-            deadlock, too many activations.
+        ValueError: what is wrong: no microbatch, an action that is missing, twice, no computation or on
+            another rank than its stage, a deadlock, too many activations.
 
     Example:
         >>> verify(Order.from_actions([["0F0", "0B0"], ["1B0", "1F0"]]))
         Traceback (most recent call last):
         ValueError: given: deadlock: rank 0 at 0B0 (its action 1) waits for 1B0 of rank 1; rank 1 at 1B0 ...
     """
+    if order.n_microbatches < 1:
+        raise ValueError(
+            f"{order.name}: the number of microbatches must be at least 1, got {order.n_microbatches}"
+        )
     for stage, holder in enumerate(order.placement):
         if not 0 <= holder < order.n_ranks:
             raise ValueError(f"{order.name}: stage {stage} is on rank {holder} of {order.n_ranks}")
@@ -96,6 +100,11 @@ def verify(order: Order, max_live: int | None = None) -> None:
         for action in actions:
             if not 0 <= action.stage < order.n_stages or order.placement[action.stage] != rank:
                 raise ValueError(f"{order.name}: rank {rank} has {action}, but does not hold that stage")
+            if action.kind not in (*COMPUTATIONS, REDUCE):
+                raise ValueError(
+                    f"{order.name}: rank {rank} has {action}: an order holds computations only, transfers "
+                    "follow"
+                )
             if action.kind != REDUCE and not 0 <= action.microbatch < order.n_microbatches:
                 raise ValueError(f"{order.name}: {action}: there are {order.n_microbatches} microbatches")
     for stage in range(order.n_stages):
