@@ -98,8 +98,8 @@ def test_a_bad_argument_exits_with_2(arguments: tuple[str, ...], said: str) -> N
 
 def test_the_package_names_what_it_has_before_it_imports_it():
     from pycomm import pipeline
-    from pycomm.pipeline import schedules
+    from pycomm.pipeline import named
 
-    assert set(pipeline.__all__) == {*schedules.__all__, *pipeline._LATER}
+    assert set(pipeline.__all__) == {*named.__all__, *pipeline._LATER}
     assert set(pipeline.__all__) <= set(dir(pipeline))
     assert all(getattr(pipeline, name) is not None for name in pipeline.__all__)
