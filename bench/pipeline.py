@@ -3,7 +3,7 @@
     python bench/pipeline.py [--launches 3] [--steps 3] [--json FILE]
 
 1. The bubble of 4 stages that *sleep* (20 ms forward, 20 ms backward, so that 2 cores suffice), against the
-   simulator with that run's own forwards, backwards and latency; and the same stages under
+   simulator with that run's own forwards, backwards, latency and dispatch; and the same stages under
    ``torch.distributed.pipelining`` on gloo. Libraries take turns, step by step, in the same processes.
    A step is timed on every rank from a barrier to its end, the slowest rank's counts. A bubble is the share
    of the step in which the mean rank does not sleep; by the formula it is (p - 1)/(v m + p - 1).
@@ -172,6 +172,7 @@ def bubbles(schedule: Any) -> dict[str, float]:
         "measured": timeline.bubble,
         "simulated": simulate(timeline.order, costs).bubble,
         "latency_s": costs.latency,
+        "dispatch_s": costs.dispatch,
     }
 
 
@@ -344,7 +345,8 @@ def sleeping_rows(table: Table, runs: list[Any]) -> None:
         measured, simulated = (statistics.median(s[k] for s in steps) for k in ("measured", "simulated"))
         latency_us = 1e6 * statistics.median(s["latency_s"] for s in steps)
         off = statistics.median(abs(s["measured"] / s["simulated"] - 1) for s in steps)
-        against = f"{simulated:.2%} (simulated, latency {latency_us:.0f} us)"
+        dispatch_us = 1e6 * statistics.median(s["dispatch_s"] for s in steps)
+        against = f"{simulated:.2%} (simulated, latency {latency_us:.0f} us, dispatch {dispatch_us:.0f} us)"
         table.row(f"{what}: bubble", f"{measured:.2%}", against, off, BUBBLE_LIMIT)
         formula = (P - 1) / (v * m + P - 1)
         median = {

@@ -2,8 +2,9 @@
 
 schedule/ holds what a rank does and when, as data; runtime.py executes it with stage.py (one stage's
 forwards and backwards, backward.py in halves) and post.py (messages of any shape, messages.py their
-contents); schedules.py is what users call, named.py has torch's classes, two_versions.py the one
-that never flushes. checks.py refuses, watch.py says who waits for whom, wire.py makes messages smaller,
+contents); schedules.py is what users call, microbatches.py cuts a batch, losses.py weighs the parts'
+losses, named.py has torch's classes, two_versions.py the one that never flushes.
+checks.py refuses, watch.py says who waits for whom, wire.py makes messages smaller,
 timeline.py tells what a step took.
 layers.py cuts a list of layers into stages, as partition.py finds best; split.py any model, which tracing.py
 traces around the cuts. checkpoint.py computes activations again, batch_norm.py keeps running statistics.

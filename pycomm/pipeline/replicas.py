@@ -16,6 +16,7 @@ Threads: one; the communicators' progress threads move the bytes meanwhile.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -24,8 +25,10 @@ from torch import Tensor, nn
 
 from pycomm.communicator import Communicator
 from pycomm.ddp.wrapper import DistributedDataParallel
+from pycomm.pipeline.schedule.action import Action
 from pycomm.pipeline.schedule.order import Order
 from pycomm.pipeline.schedule.reductions import reduced, with_reductions
+from pycomm.pipeline.schedule.simulate import Span
 from pycomm.pipeline.schedule.verify import verify
 from pycomm.pipeline.stage import PipelineStage
 from pycomm.tensor_parallel.group import communicator_of
@@ -108,6 +111,8 @@ class Replicas:
                 _check_torchs_own(number, wrapper)
         self._sharing = _sharing(stages) if self._wrappers else []
         self._under_way: list[tuple[int, Any, _UnderWay]] = []
+        self.spans: list[Span] = []  # of the reductions: from their begin to when they were seen to be over
+        self._began: dict[int, float] = {}  # by stage
         self._waiting: list[Any] = []  # wrappers that this step is to average and has not begun to
 
     @property
@@ -159,6 +164,7 @@ class Replicas:
         relatives = {s for group in self._sharing if stage in group for s in group}
         if any(number in relatives for number, _, _ in self._under_way):
             self.finish()  # the same memory
+        self._began[stage] = time.monotonic()
         for wrapper in self._wrappers[stage]:
             if wrapper not in self._waiting:
                 continue
@@ -185,6 +191,8 @@ class Replicas:
                 if first is None:
                     first = type(error)(f"stage {number}: {error}")
             del self._under_way[0]
+            if all(other != number for other, _, _ in self._under_way):
+                self.spans.append(Span(Action.reduce(number), self._began[number], time.monotonic()))
             wrapper.require_forward_param_sync = True  # the next step's first forward gives buffers to all
         if first is not None:
             raise first

@@ -63,6 +63,7 @@ class Runtime:
         self.skips = skips
         self.post = Post(comm, n_stages, sorted(skips), wire)
         self.spans: list[Span] = []  # of the last step
+        self.reductions: list[Span] = []  # likewise, beside these
         self.order: Order | None = None  # of it
         self._actions: dict[int, tuple[Order, list[Action]]] = {}  # by id; the order keeps its id taken
 
@@ -102,7 +103,7 @@ class Runtime:
             actions: in order.
             under: makes the context in which an action is done; who gives one waits for the sends itself.
         """
-        self.spans, self.order = step.spans, step._order
+        self.spans, self.reductions, self.order = step.spans, step.replicas.spans, step._order
         action: Action | None = None
         try:
             for action in actions:

@@ -213,7 +213,7 @@ class PipelineSchedule:
             raise RuntimeError(
                 f"{self._order.name}: timeline() is of the last step: call step or eval before"
             )
-        return timeline.gather(self._comm, self._runtime.order, self._runtime.spans)
+        return timeline.gather(self._comm, self._runtime.order, self._runtime.spans, self._runtime.reductions)
 
     def save_measured(self, path: str | Path) -> Measured:
         """Writes what the last step's actions took, for ``pycomm pipeline simulate --measured``. Collective.

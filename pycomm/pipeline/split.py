@@ -126,7 +126,8 @@ def pipeline(
         split_spec: for submodules by name, whether the next stage begins before or after their call.
         split_policy: of the graph, the nodes with which stages begin.
         num_stages: how many, cut by cost; elements of lists and of sequences stay whole.
-        partition_method: "uniform", "parameters", "time" or "memory", as :func:`pycomm.pipeline.plan`'s.
+        partition_method: "uniform", "parameters", "type:REGEX" (of classes), "time" or "memory", as
+            :func:`pycomm.pipeline.plan`'s.
         speeds: of each stage's rank, where ranks differ.
 
     Raises:

@@ -21,6 +21,7 @@ Call :meth:`SchedulePipeDream2BW.flush` first where a schedule has that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["load_sharded_optimizer_state_dict", "sharded_optimizer_state_dict", "sharded_state_dict"]
 
 State = dict[str, Any]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]  # one, or several of disjoint parameters
 Place = tuple[int, str]  # a stage, and a plain name in it
 
 
@@ -144,8 +146,8 @@ class _OfOptimizer:
         return shard if _is_shard(f"{self.whole(name)}.{key}", value, shard, shape) else None
 
 
-def sharded_optimizer_state_dict(schedule: PipelineSchedule, optimizer: torch.optim.Optimizer) -> State:
-    """As :func:`sharded_state_dict`, of the optimizer of this rank's stages.
+def sharded_optimizer_state_dict(schedule: PipelineSchedule, optimizer: Optimizers) -> State:
+    """As :func:`sharded_state_dict`, of the optimizer of this rank's stages, or of several: one a stage, say.
 
     After ``dcp.load`` give it to the function below. Makes the optimizer's state where there is none yet.
     Collective over the pipeline's ranks.
@@ -162,34 +164,45 @@ def sharded_optimizer_state_dict(schedule: PipelineSchedule, optimizer: torch.op
         (0.5, torch.Size([5, 3]))
     """
     of = _OfOptimizer(schedule)
-    found = _optimizer_state(of.all, optimizer)
     state: State = {}
-    for name, values in found["state"].items():
-        mine = state.setdefault(of.whole(name), {})
-        for key, value in values.items():
-            shard = of.shard(name, key, value)
-            mine[key] = value if shard is None else WholeTensor(value, shard)
-    groups = {
-        of.whole(name): {key: value for key, value in group.items() if key != "params"}
-        for group in found["param_groups"]
-        for name in group["params"]
-    }
+    groups: State = {}
+    for one in _each(optimizer):
+        found = _optimizer_state(of.all, one)
+        for name, values in found["state"].items():
+            mine = state.setdefault(of.whole(name), {})
+            for key, value in values.items():
+                shard = of.shard(name, key, value)
+                mine[key] = value if shard is None else WholeTensor(value, shard)
+        groups |= {
+            of.whole(name): {key: value for key, value in group.items() if key != "params"}
+            for group in found["param_groups"]
+            for name in group["params"]
+        }
     return {"state": state, "param_groups": groups}
 
 
 def load_sharded_optimizer_state_dict(
-    schedule: PipelineSchedule, optimizer: torch.optim.Optimizer, state: State
+    schedule: PipelineSchedule, optimizer: Optimizers, state: State
 ) -> None:
-    """Gives the optimizer a state of :func:`sharded_optimizer_state_dict` that ``dcp.load`` has filled.
+    """Gives one or several optimizers what ``dcp.load`` has put into their state of the function above.
 
     Collective over the pipeline's ranks.
 
     Raises:
         ValueError: parameters of one group were saved with different options.
     """
+    of = _OfOptimizer(schedule)
+    for one in _each(optimizer):
+        _load(of, one, state)
+
+
+def _each(optimizer: Optimizers) -> Sequence[torch.optim.Optimizer]:
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+
+
+def _load(of: _OfOptimizer, optimizer: torch.optim.Optimizer, state: State) -> None:
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-    of = _OfOptimizer(schedule)
     frame = _optimizer_state(of.all, optimizer)
     values = {
         name: {

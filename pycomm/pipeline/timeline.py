@@ -54,25 +54,32 @@ def clock_offset(comm: Communicator, clock: Callable[[], float] = time.monotonic
     return offset if abs(offset) > best / 2 else 0.0
 
 
-def gather(comm: Communicator, order: Order, spans: Sequence[Span]) -> Timeline:
+def gather(
+    comm: Communicator, order: Order, spans: Sequence[Span], reductions: Sequence[Span] = ()
+) -> Timeline:
     """The timeline of the last step, the same on every rank. Collective.
 
     Args:
         comm: of the pipeline's ranks.
         order: that ran.
-        spans: of this rank, in seconds of its own clock.
+        spans: of this rank's computations, in seconds of its own clock.
+        reductions: likewise.
     """
     offset = clock_offset(comm)
-    mine = json.dumps([[str(s.action), s.start - offset, s.end - offset] for s in spans]).encode()
+    mine = json.dumps(
+        [[[str(s.action), s.start - offset, s.end - offset] for s in some] for some in (spans, reductions)]
+    ).encode()
     told = [json.loads(text) for text in gather_bytes(comm, mine, lengths_of(len(mine), comm))]
-    origin = min((start for row in told for _, start, _ in row), default=0.0)
-    return Timeline(
-        order,
-        tuple(
+    origin = min((start for both in told for row in both for _, start, _ in row), default=0.0)
+    made = [
+        [
             tuple(Span(Action.parse(text), start - origin, end - origin) for text, start, end in row)
-            for row in told
-        ),
-    )
+            for row in both
+        ]
+        for both in told
+    ]
+    reduced = tuple(both[1] for both in made)
+    return Timeline(order, tuple(both[0] for both in made), reduced if any(reduced) else ())
 
 
 def save(measured: Measured, path: str | Path, comm: Communicator) -> None:

@@ -7,6 +7,7 @@ cut as :mod:`pycomm.pipeline.partition` does.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,7 +120,7 @@ def cut_by_cost(
     """The nodes with which the stages after the first begin, and the stages' costs.
 
     Raises:
-        ValueError: an unknown method, or fewer units than stages.
+        ValueError: an unknown method, a type that none has, or fewer units than stages.
     """
     units: list[list[fx.Node]] = []
     for node in graph.nodes:
@@ -132,16 +133,33 @@ def cut_by_cost(
         costs = [1.0] * len(units)
     elif method == "parameters":
         costs = [_n_parameters(module, unit) for unit in units]
+    elif method.startswith("type:"):
+        costs = _n_of_type(module, units, method.removeprefix("type:"))
     elif method in ("time", "memory"):
         measured = _Measured(module, graph, method)
         measured.run(*_arguments(graph, args, kwargs))
         costs = [sum(measured.costs[n] for n in unit) for unit in units]
     else:
-        raise ValueError(f"partition_method must be uniform, parameters, time or memory, got {method!r}")
+        raise ValueError(
+            f"partition_method must be uniform, parameters, type:REGEX, time or memory, got {method!r}"
+        )
     parts = partition(costs, n_stages, speeds)
     rates = [1.0] * n_stages if speeds is None else list(speeds)
     totals = tuple(sum(costs[i] for i in part) / rate for part, rate in zip(parts, rates, strict=True))
     return {units[part.start][0] for part in parts[1:]}, totals
+
+
+def _n_of_type(module: nn.Module, units: Sequence[Sequence[fx.Node]], pattern: str) -> list[float]:
+    """How many calls in each unit are of a module whose class matches, as layers.py has it."""
+    called = [
+        [type(module.get_submodule(str(n.target))).__name__ for n in unit if n.op == "call_module"]
+        for unit in units
+    ]
+    costs = [float(sum(bool(re.search(pattern, name, re.IGNORECASE)) for name in unit)) for unit in called]
+    if not any(costs):
+        names = sorted({name for unit in called for name in unit})
+        raise ValueError(f"no module's class matches {pattern!r}; called are {', '.join(names)}")
+    return costs
 
 
 def _n_parameters(module: nn.Module, unit: Sequence[fx.Node]) -> float:

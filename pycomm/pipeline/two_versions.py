@@ -216,7 +216,7 @@ class SchedulePipeDream2BW(PipelineSchedule):
         if not actions:
             actions += with_transfers(order)[self._comm.rank]
         step = self._under_way
-        step.spans = []
+        step.spans, step.replicas.spans = [], []
         try:
             with step.replicas.step(closes is not None):
                 self._runtime.perform(step, actions, self._under)

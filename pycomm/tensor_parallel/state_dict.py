@@ -202,7 +202,15 @@ def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> Sta
     """By parameter's name; makes the state where there is none yet."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    state: State = get_optimizer_state_dict(module, optimizer)
+    # torch makes none where a gradient is there, and what is loaded afterwards would be dropped in silence.
+    gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        state: State = get_optimizer_state_dict(module, optimizer)
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
     return state
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from pycomm.pipeline import (
     PipelineStage,
     ScheduleGPipe,
+    get_schedule_class,
     load_sharded_optimizer_state_dict,
     sharded_optimizer_state_dict,
     sharded_state_dict,
@@ -187,3 +188,34 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     assert len(first) == 3 and first[2] < first[0]
     [after] = run(2, "--dp", "2", "--steps", "1", "--load", str(tmp_path))
     assert after < first[2]
+
+
+def one_a_stage(rank: int, size: int, folder: str) -> None:
+    """An optimizer for each of a rank's stages: saved, and loaded into a single one."""
+    torch.manual_seed(0)
+    stages = [PipelineStage(nn.Linear(3, 3), i, 2, names=f"layers.{i}") for i in range(2)]
+    schedule = get_schedule_class("Interleaved1F1B")(stages, 2, loss_fn=nn.functional.mse_loss)
+    several = [torch.optim.Adam(stage.submod.parameters(), lr=0.1 + i) for i, stage in enumerate(stages)]
+    schedule.step(torch.ones(4, 3), target=torch.zeros(4, 3))
+    for optimizer in several:
+        optimizer.step()
+    state = sharded_optimizer_state_dict(schedule, several)
+    assert state["param_groups"]["layers.1.bias"]["lr"] == 1.1
+    assert stages[0].submod.weight.grad is not None  # is there all the time, and changes nothing
+    dcp.save(state, checkpoint_id=folder)
+    groups = [{"params": list(stage.submod.parameters())} for stage in stages]
+    one = torch.optim.Adam(groups)
+    read = sharded_optimizer_state_dict(schedule, one)
+    dcp.load(read, checkpoint_id=folder)
+    load_sharded_optimizer_state_dict(schedule, one, read)
+    again = [torch.optim.Adam(stage.submod.parameters()) for stage in stages]
+    load_sharded_optimizer_state_dict(schedule, again, state)
+    for i, stage in enumerate(stages):
+        assert one.param_groups[i]["lr"] == again[i].param_groups[0]["lr"] == 0.1 + i
+        for p in stage.submod.parameters():
+            for found in (one.state[p], again[i].state[p]):
+                assert torch.equal(found["exp_avg"], several[i].state[p]["exp_avg"])
+
+
+def test_several_optimizers(tmp_path: Path) -> None:
+    run_ranks(1, one_a_stage, str(tmp_path), timeout=60)

@@ -90,7 +90,9 @@ def _commands(folder):
     whole = Measured.from_json((folder / "Interleaved1F1B.json").read_text()).costs
     line = next(line for line in found if line["schedule"] == "GPipe")
     mean = [sum(part) / 2 for part in (whole.forward, whole.backward_input, whole.backward_weight)]
-    expected = simulate(build("GPipe", 2, 4, 1), Costs(*mean, whole.latency)).makespan
+    expected = simulate(
+        build("GPipe", 2, 4, 1), Costs(*mean, whole.latency, dispatch=whole.dispatch)
+    ).makespan
     assert line["makespan"] == pytest.approx(expected)
     (folder / "bad.json").write_text("{}")
     told = runner.invoke(app, ["choose", "--measured", str(folder / "bad.json")])
@@ -102,8 +104,32 @@ def test_costs_are_found_again(name):
     """What a simulation took is what it was given; a whole backward is two halves."""
     v = CATALOG[name].stages_per_rank or 2
     order = build(name, 4, 8, v)
-    costs = Costs(2.0, 1.5, 1.5, 0.25)
+    costs = Costs(2.0, 1.5, 1.5, 0.25, dispatch=0.125)
     found = costs_of(simulate(order, costs))
     for got, given in ((found.forward, 2.0), (found.backward_input, 1.5), (found.backward_weight, 1.5)):
         assert got == pytest.approx([given] * 4 * v)
     assert found.latency == pytest.approx(0.25)
+    assert found.dispatch == pytest.approx(0.125)
+
+
+def replicated(rank, size):
+    """Two replicas of one stage: the reduction is in the timeline, behind the last backward."""
+    module = pycomm.DistributedDataParallel(nn.Linear(2, 2))
+    alone = pycomm.init().split(rank)
+    schedule = get_schedule_class("1F1B")(
+        PipelineStage(module, 0, 1, group=alone), 2, loss_fn=nn.functional.mse_loss
+    )
+    for _ in range(2):
+        schedule.step(torch.ones(4, 2), target=torch.zeros(4, 2))
+        timeline = schedule.timeline()
+        ((span,),) = timeline.reductions
+        assert str(span.action) == "0REDUCE_GRAD"
+        assert timeline.spans[0][-1].end <= span.start <= span.end
+    measured = Measured.of(timeline)
+    assert Measured.from_json(measured.to_json()) == measured
+    schedule.eval(torch.ones(4, 2))
+    assert schedule.timeline().reductions == ()
+
+
+def test_reductions_are_in_the_timeline():
+    run_ranks(2, replicated, timeout=60)

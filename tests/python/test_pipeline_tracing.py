@@ -339,3 +339,22 @@ def looped(rank, size):
 
 def test_several_traced_stages_on_a_rank():
     run_ranks(2, looped)
+
+
+def test_a_cut_by_type():
+    """The classes that match are spread; others go along."""
+    net = nn.Sequential(
+        *[nn.Linear(2, 2) for _ in range(3)],
+        nn.Conv1d(2, 2, 1),
+        *[nn.Linear(2, 2) for _ in range(2)],
+        nn.Conv1d(2, 2, 1),
+    )
+    x = torch.ones(2, 2, 2)
+    pipe = pipeline(net, (x,), num_stages=2, partition_method="type:conv")
+    assert pipe.costs == (1.0, 1.0)
+    assert torch.equal(pipe(x), net(x))
+    for stage in range(2):
+        kinds = [type(m) for m in pipe.get_stage_module(stage).modules()]
+        assert kinds.count(nn.Conv1d) == 1
+    with pytest.raises(ValueError, match="no module's class matches 'lstm'; called are Conv1d, Linear"):
+        pipeline(net, (x,), num_stages=2, partition_method="type:lstm")

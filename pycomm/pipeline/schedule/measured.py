@@ -2,13 +2,17 @@
 
 The costs of a stage are the medians over its microbatches. A whole backward B counts as two equal halves I
 and W, since nothing tells them apart. The latency is the median of what lies between the end of an action
-and the beginning of one on another rank that was idle and waited for it; 0 where no rank ever waited.
+and the beginning of one on another rank that was idle and waited for it; 0 where no rank ever waited. The
+*dispatch* is the median of what lies between two actions of a rank where the second had all that it needs
+before the first ended. Of a reduction is known when it began and when the step had waited for it, not when
+its last byte came: its cost is not guessed.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +25,13 @@ __all__ = ["Measured", "costs_of"]
 
 
 def costs_of(timeline: Timeline) -> Costs:
-    """The costs that a run had, in its unit: for each stage, and the latency.
+    """The costs that a run had, in its unit: for each stage, the latency and the dispatch.
 
     Example:
         >>> from pycomm.pipeline.schedule.one_f_one_b import one_f_one_b
         >>> from pycomm.pipeline.schedule.simulate import simulate
         >>> costs_of(simulate(one_f_one_b(2, 4), Costs(1, 2, 2, 0.5)))
-        Costs(forward=(1.0, 1.0), backward_input=(2.0, 2.0), backward_weight=(2.0, 2.0), latency=0.5...)
+        Costs(forward=(1.0, 1.0), backward_input=(2.0, 2.0), backward_weight=(2.0, 2.0), latency=0.5..., ...)
     """
     took: dict[tuple[int, str], list[float]] = {}
     for row in timeline.spans:
@@ -38,18 +42,25 @@ def costs_of(timeline: Timeline) -> Costs:
         return statistics.median(took[stage, kind]) if (stage, kind) in took else 0.0
 
     stages = range(timeline.order.n_stages)
+    latency, dispatch = _gaps(timeline)
     return Costs(
         tuple(median(s, "F") for s in stages),
         tuple(median(s, "I") or median(s, "B") / 2 for s in stages),
         tuple(median(s, "W") or median(s, "B") / 2 for s in stages),
-        _latency(timeline),
+        latency=latency,
+        dispatch=dispatch,
     )
 
 
-def _latency(timeline: Timeline) -> float:
+def _median(values: Sequence[float]) -> float:
+    return max(statistics.median(values), 0.0) if values else 0.0
+
+
+def _gaps(timeline: Timeline) -> tuple[float, float]:
+    """The latency, and the dispatch."""
     order = timeline.order
     ends = {span.action: span.end for row in timeline.spans for span in row}
-    gaps = []
+    gaps, dispatches = [], []
     for rank, row in enumerate(timeline.spans):
         before = float("-inf")
         for span in row:
@@ -59,12 +70,18 @@ def _latency(timeline: Timeline) -> float:
                 for made in choice
                 if made in ends
             ]
-            if came:
-                end, is_far = max(came)
-                if is_far and end >= before:  # it was idle, and this is what it waited for
-                    gaps.append(span.start - end)
+            end, is_far = max(came, default=(float("-inf"), False))
+            if is_far and end >= before:  # it was idle, and this is what it waited for
+                gaps.append(span.start - end)
+            elif before > float("-inf"):
+                latest = max((end for end, is_far in came if is_far), default=float("-inf"))
+                dispatches.append((latest, before, span.start))
             before = span.end
-    return max(statistics.median(gaps), 0.0) if gaps else 0.0
+    latency = _median(gaps)
+    # What was still on its way when the rank became free tells nothing of the dispatch.
+    return latency, _median(
+        [start - before for came, before, start in dispatches if came + latency <= before]
+    )
 
 
 @dataclass(frozen=True)
@@ -96,6 +113,11 @@ class Measured:
                 "backward_input": costs.backward_input,
                 "backward_weight": costs.backward_weight,
                 "latency": costs.latency,
+                "dispatch": costs.dispatch,
+                "reductions": [
+                    [[str(s.action), s.start, s.end] for s in row] for row in self.timeline.reductions
+                ],
+                "actions": [[str(action) for action in row] for row in order.actions],
                 "timeline": [[[str(s.action), s.start, s.end] for s in row] for row in self.timeline.spans],
             },
             indent=1,
@@ -110,18 +132,22 @@ class Measured:
         """
         try:
             found = json.loads(text)
-            spans = tuple(
-                tuple(Span(Action.parse(a), float(start), float(end)) for a, start, end in row)
-                for row in found["timeline"]
+            spans, reductions = (
+                tuple(
+                    tuple(Span(Action.parse(a), float(start), float(end)) for a, start, end in row)
+                    for row in rows
+                )
+                for rows in (found["timeline"], found.get("reductions", ()))
             )
             order = Order(
                 str(found["schedule"]),
                 tuple(int(rank) for rank in found["placement"]),
                 int(found["microbatches"]),
-                tuple(parse(" ".join(str(span.action) for span in row)) for row in spans),
+                tuple(parse(" ".join(row)) for row in found["actions"]),
             )
             f, i, w = (_numbers(found, what, order.n_stages) for what in _PER_STAGE)
-            return Measured(Timeline(order, spans), Costs(f, i, w, float(found["latency"])))
+            latency, dispatch = float(found["latency"]), float(found.get("dispatch", 0.0))
+            return Measured(Timeline(order, spans, reductions), Costs(f, i, w, latency, dispatch=dispatch))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"not the file of a measured run, as schedule.save_measured writes it: {error!r}"
@@ -144,7 +170,7 @@ class Measured:
         f, i, w = (
             sum(self.costs.of(Action(stage, kind, 0)) for stage in range(mine.n_stages)) / n for kind in "FIW"
         )
-        return Costs(f, i, w, self.costs.latency)
+        return Costs(f, i, w, self.costs.latency, dispatch=self.costs.dispatch)
 
 
 _PER_STAGE = ("forward", "backward_input", "backward_weight")

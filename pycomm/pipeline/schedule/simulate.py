@@ -25,6 +25,7 @@ class Costs:
         backward_weight: W; a whole backward takes I + W.
         latency: from the end of an action to when another rank can begin with its result.
         reduce: REDUCE_GRAD, of all microbatches at once.
+        dispatch: between two actions of a rank, where neither waits: sending, receiving, Python.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -32,6 +33,7 @@ class Costs:
     backward_weight: float | Sequence[float] = 1.0
     latency: float = 0.0
     reduce: float | Sequence[float] = 0.0
+    dispatch: float = 0.0
 
     def of(self, action: Action) -> float:
         """How long an action takes."""
@@ -110,11 +112,12 @@ def simulate(order: Order, costs: Costs | None = None) -> Timeline:
     spans: list[list[Span]] = [[] for _ in range(order.n_ranks)]
     reductions: list[list[Span]] = [[] for _ in range(order.n_ranks)]
     for rank, action in sequence(order):
-        start = spans[rank][-1].end if spans[rank] else 0.0
+        before = spans[rank][-1].end if spans[rank] else 0.0
         if action.kind == REDUCE:
-            start = max(start, reductions[rank][-1].end if reductions[rank] else 0.0)
+            start = max(before, reductions[rank][-1].end if reductions[rank] else 0.0)
             reductions[rank].append(Span(action, start, start + costs.of(action)))
             continue
+        start = before + costs.dispatch if spans[rank] else 0.0
         for choice in needs(order, action):
             made = next(a for a in choice if a in ends)
             far = order.placement[made.stage] != rank
