@@ -396,6 +396,7 @@ Status Communicator::make_child(const std::vector<int>& members, const std::vect
 
 void Communicator::abort(const std::string& why) {
   if (!group_->failed()) group_->abort(why);  // whoever waits looks at it every slice
+  if (hierarchy_ != nullptr && !group_->node()->forked()) hierarchy_->remote().tell_now();
   p2p_->stop();
 }
 
@@ -427,6 +428,8 @@ Status Communicator::close(CallerHooks* hooks, double limit_s, const std::string
   lock.unlock();
   if (thread_.joinable()) thread_.join();
   p2p_->stop();
+  if (hierarchy_ != nullptr) hierarchy_->remote().leave(why);
+  p2p_->leave(why);
   group_->leave(why);
   return s;
 }

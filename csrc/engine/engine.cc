@@ -73,9 +73,11 @@ Status Engine::check_agreement(Run& run) {
   for (int q = 0; q < n_; q++) {
     const Slot& s = group_.control(q).slots[slot_of(0)];
     if (q == rank_ || static_cast<CallKind>(s.head.signature & 255) != CallKind::kRefused) continue;
+    const char* text = reinterpret_cast<const char*>(s.stage);
+    if (text[0] == kPassedOn) return Status::error(Code::kRefused, text + 1);
     return Status::error(Code::kRefused,
                          format("%s: rank %d refused its call: %s (the communicator stays usable)",
-                                here.c_str(), group_.name(q), reinterpret_cast<const char*>(s.stage)));
+                                here.c_str(), group_.name(q), text + 1));
   }
   std::string text = here + ": ranks made different calls:";
   for (int q = 0; q < n_; q++) {

@@ -36,6 +36,8 @@ class Engine {
   Status agree(const Signature& sig, CallerHooks* hooks, double timeout_s);
   // Tells the peers that this rank's own call was invalid.
   Status refuse(const std::string& why, CallerHooks* hooks, double timeout_s);
+  // Tells the peers what this rank was told from elsewhere: their call ends with this message.
+  Status pass_on(const std::string& message, CallerHooks* hooks, double timeout_s);
   // Does the call's algorithm combine all operands in one place (so that it rounds once)?
   Status reduces_at_once(const Call& call, bool* out);
 
@@ -43,8 +45,11 @@ class Engine {
   struct Partition;
   struct Run;
   friend struct Run;
+  // How a refusal's text begins: it is why this rank's own call was invalid, or a whole message.
+  static constexpr char kOwnRefusal = 'o', kPassedOn = 'p';
 
   Status conclude(Run& run, Status s);
+  Status post_refusal(const std::string& text, CallerHooks* hooks, double timeout_s);
   Status run_collective(Run& run);
   void fail_group(const Run& run, const Status& s);
   Status run_all_to_all(Run& run);

@@ -11,16 +11,32 @@ Far::Far(PointToPoint& p2p, std::shared_ptr<Net> net, uint64_t id, std::vector<i
       net_(std::move(net)),
       id_(id),
       job_ranks_(std::move(job_ranks)),
-      to_come_(job_ranks_.size()) {
+      to_come_(job_ranks_.size()),
+      greeted_(job_ranks_.size()) {
   for (size_t q = 0; q < job_ranks_.size(); q++) ranks_[job_ranks_[q]] = static_cast<int>(q);
   const auto lock = net_->lock();
   net_->attach(id_, this);
 }
 
-Far::~Far() {
+Far::~Far() { leave(""); }
+
+void Far::leave(const std::string& why) {
   if (net_->forked()) return;
   const auto lock = net_->lock();
-  net_->detach(id_);
+  net_->detach(id_, why);
+}
+
+void Far::greet(int q) {
+  const auto lock = net_->lock();
+  for (size_t i = 0; i < job_ranks_.size(); i++) {
+    const bool meant = q < 0 || static_cast<size_t>(q) == i;
+    if (!meant || greeted_[i] || !p2p_.is_far(static_cast<int>(i))) continue;
+    greeted_[i] = true;
+    MessageHeader h;
+    h.group = id_;
+    h.flags = kGreeting;
+    net_->send_copy(job_ranks_[i], 0, h, nullptr);
+  }
 }
 
 void Far::send(Message message, DType dtype, const std::byte* data, size_t n_bytes) {
@@ -59,10 +75,11 @@ void Far::sent(uint64_t token) {
 
 void Far::arrived(int peer, const MessageHeader& h, std::byte* data, std::unique_ptr<std::byte[]>) {
   const auto found = ranks_.find(peer);
-  if (found == ranks_.end()) return;
+  if (found == ranks_.end() || h.flags == kGreeting) return;
   const auto from = static_cast<size_t>(found->second);
   if (h.flags == 1) to_come_[from] = h.count;
   if (h.n_bytes > to_come_[from] || h.extra >= static_cast<uint32_t>(kNumDTypes)) return;  // not ours
+  if ((h.flags != 1 && h.n_bytes == 0) || h.count > kMaxMessageBytes) return;              // nor this
   to_come_[from] -= h.n_bytes;
   const CellHeader cell{h.count, static_cast<uint32_t>(h.n_bytes), static_cast<int32_t>(h.part), h.extra,
                         static_cast<uint32_t>(h.flags == 1)};
@@ -73,7 +90,15 @@ void Far::lost(int peer, const Status& why) {
   const auto found = ranks_.find(peer);
   if (found == ranks_.end()) return;
   std::lock_guard lock(p2p_.mutex_);
-  gone_[found->second] = why.message();
+  gone_.emplace(found->second, why.message());
+}
+
+void Far::left(int peer, const std::string& why) {
+  const auto found = ranks_.find(peer);
+  if (found == ranks_.end()) return;
+  std::lock_guard lock(p2p_.mutex_);
+  gone_.emplace(found->second,
+                name(found->second) + " closed its communicator" + (why.empty() ? "" : ": " + why));
 }
 
 const std::string* Far::gone(int q) const {

@@ -19,6 +19,9 @@ class PointToPoint;
 class Far final : public Sink {
  public:
   static constexpr size_t kPieceBytes = size_t{256} << 10;
+  static constexpr uint64_t kMaxMessageBytes = uint64_t{1} << 48;
+
+  static constexpr uint16_t kGreeting = 2;  // in flags; 1: the first piece of a message
 
   struct Message {
     int peer, tag;
@@ -29,7 +32,11 @@ class Far final : public Sink {
 
   Far(PointToPoint& p2p, std::shared_ptr<Net> net, uint64_t id, std::vector<int> job_ranks);
   ~Far() override;
+  void leave(const std::string& why);
 
+  // Before a recv waits for q (-1: any): there must be a connection whose end tells that q has gone, and q
+  // must answer when it has left the communicator.
+  void greet(int q);
   void send(Message message, DType dtype, const std::byte* data, size_t n_bytes);
   const std::string& name(int q) const { return net_->name(job_ranks_[static_cast<size_t>(q)]); }
 
@@ -44,6 +51,7 @@ class Far final : public Sink {
                std::unique_ptr<std::byte[]> own) override;
   void sent(uint64_t token) override;
   void lost(int peer, const Status& why) override;
+  void left(int peer, const std::string& why) override;
   void tick() override {}
 
  private:
@@ -56,6 +64,7 @@ class Far final : public Sink {
   uint64_t next_token_ = 1;
   std::vector<uint64_t> to_come_;  // of the message that is coming from each rank
   std::map<int, std::string> gone_;
+  std::vector<bool> greeted_;  // by rank
 };
 
 }  // namespace pycomm

@@ -94,8 +94,7 @@ const char* Group::gone(int q) const {
   return node_->alive(node_rank(q)) ? nullptr : "died";
 }
 
-// Whether a dead peer still matters is for whoever waits for it to say: it may have done its part and gone.
-Status Group::trouble(int peer, const std::string& here, const std::string& progress) const {
+Status Group::failed_peer(const std::string& here) const {
   for (int q = 0; q < size(); q++) {
     const Control& c = control(q);
     if (q == rank() ||
@@ -104,6 +103,12 @@ Status Group::trouble(int peer, const std::string& here, const std::string& prog
     return Status::error(static_cast<Code>(c.failure[0]),
                          format("%s: %s failed: %s", here.c_str(), describe(q).c_str(), c.failure + 1));
   }
+  return Status();
+}
+
+// Whether a dead peer still matters is for whoever waits for it to say: it may have done its part and gone.
+Status Group::trouble(int peer, const std::string& here, const std::string& progress) const {
+  PYCOMM_RETURN_IF_ERROR(failed_peer(here));
   if (peer < 0) {
     // Any rank would do: hopeless only when none is left.
     for (int q = 0; q < size(); q++) {

@@ -63,6 +63,8 @@ class Group {
   void set_note(uint64_t note);
   uint64_t note(int q) const { return control(q).note.word.load(std::memory_order_relaxed); }
 
+  // The first rank here that has failed, as an error; OK: none has.
+  Status failed_peer(const std::string& here) const;
   // What makes it hopeless to wait for `peer` (-1: any of them): a rank that failed, or the peer has gone.
   // `progress` is added where this rank saw it first.
   Status trouble(int peer, const std::string& here, const std::string& progress) const;

@@ -49,6 +49,10 @@ Hierarchy::Hierarchy(Group& group, Engine& engine, const Selector& selector, Pla
 
 // ---- one call --------------------------------------------------------------------------------------------
 
+// Behind a run between hosts this rank may wait for one that waits for another host: that one's deadline
+// comes first, and names who is to blame.
+double Hierarchy::local_timeout_s() const { return timeout_s_ + (n_runs_ > 0 ? 4 * Remote::kGraceS : 0); }
+
 std::string Hierarchy::here() const { return format("%s #%u", call_kind_name(call_->sig.kind), number_); }
 
 Status Hierarchy::run(const Call& call, CallerHooks* hooks, double timeout_s) {
@@ -91,12 +95,15 @@ Status Hierarchy::dispatch() {
 Status Hierarchy::settle(Status s, bool told_here) {
   {
     const auto lock = remote_->net().lock();
-    remote_->end();
+    remote_->end(s.ok());
   }
-  if (s.ok()) return s;
+  if (s.ok()) {  // what showed that an earlier call differed may have come together with this one's end
+    Status failure = group_.failed() ? group_.failure() : Status();
+    return failure.code() == Code::kMismatch ? std::move(failure) : std::move(s);
+  }
   if (s.code() == Code::kRefused) {
     if (!told_here && !inside_refused_ && placement_.n_local() > 1) {
-      const Status ignored = engine_.refuse(s.message(), hooks_, timeout_s_);
+      const Status ignored = engine_.pass_on(s.message(), hooks_, timeout_s_);
     }
     inside_refused_ = false;
     return s;
@@ -119,7 +126,7 @@ Status Hierarchy::refuse(const std::string& why, CallerHooks* hooks, double time
     const auto lock = remote_->net().lock();
     remote_->begin(number_, call.sig);
     remote_->refuse(number_, why);
-    remote_->end();
+    remote_->end(false);
   }
   return placement_.n_local() > 1 ? engine_.refuse(why, hooks, timeout_s) : Status();
 }
@@ -146,7 +153,7 @@ Status Hierarchy::inside(CallKind kind, Buffer in, Buffer out, std::vector<uint6
     }
   }
   call.sig.extra = hash_mix(number_, n_inside_++);
-  Status s = engine_.run(call, hooks_, timeout_s_);
+  Status s = engine_.run(call, hooks_, local_timeout_s());
   inside_refused_ = s.code() == Code::kRefused;
   return s.code() == Code::kInterrupt || s.ok() ? std::move(s) : std::move(s).within(here());
 }
@@ -197,7 +204,7 @@ Status Hierarchy::finish(Flight* flight) {
   auto lock = remote_->net().lock();
   Status s = remote_->wait(
       lock, [&] { return flight->done(); }, hooks_, timeout_s_, here());
-  if (!s.ok()) remote_->end();  // before the flight goes
+  if (!s.ok()) remote_->end(false);  // before the flight goes
   return s;
 }
 

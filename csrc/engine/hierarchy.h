@@ -83,6 +83,7 @@ class Hierarchy {
   Status scatter();
   Status all_to_all();
   Status barrier();
+  Status all_here();
 
   // A collective of the ranks of this host, in parts of these counts.
   Status inside(CallKind kind, Buffer in, Buffer out, std::vector<uint64_t> counts, int root);
@@ -105,6 +106,7 @@ class Hierarchy {
   std::vector<uint64_t> share_totals() const;
   Buffer by_owners(const Buffer& whole) const;
   std::byte* work(size_t which, uint64_t n_elems);
+  double local_timeout_s() const;
   std::string here() const;
 
   Group& group_;

@@ -148,7 +148,7 @@ Status Hierarchy::gather() {
     PYCOMM_RETURN_IF_ERROR(
         between(Collective::kGather, own, share, totals[mine], share_counts(placement_.local), root_host));
   }
-  if (placement_.host != root_host) return Status();
+  if (placement_.host != root_host) return all_here();
   return inside(CallKind::kGather, Buffer(share, totals[mine]),
                 placement_.rank == call_->sig.root ? by_owners(call_->out) : Buffer(), totals,
                 placement_.local_of[root]);
@@ -202,16 +202,21 @@ Status Hierarchy::reduce() {
   PYCOMM_RETURN_IF_ERROR(inside(CallKind::kReduceScatter, call_->in, Buffer(share, cut[mine]), cut, 0));
   std::byte* const sum = work(1, cut[mine]);
   PYCOMM_RETURN_IF_ERROR(between(Collective::kReduce, share, sum, cut[mine], {}, root_host));
-  if (placement_.host != root_host) return Status();
+  if (placement_.host != root_host) return all_here();
   divide(sum, placement_.is_owner() ? cut[mine] : 0);
   return inside(CallKind::kGather, Buffer(sum, cut[mine]),
                 placement_.rank == call_->sig.root ? call_->out : Buffer(), cut, placement_.local_of[root]);
 }
 
+// Also where owners end at different times, or not: a refusal that one of them has seen and another has not
+// must reach all ranks of this host in this call.
+Status Hierarchy::all_here() {
+  Status s = placement_.n_local() > 1 ? engine_.agree(call_->sig, hooks_, local_timeout_s()) : Status();
+  inside_refused_ = s.code() == Code::kRefused;
+  return s;
+}
+
 Status Hierarchy::barrier() {
-  const auto all_here = [&] {
-    return placement_.n_local() > 1 ? engine_.agree(call_->sig, hooks_, timeout_s_) : Status();
-  };
   PYCOMM_RETURN_IF_ERROR(all_here());
   std::byte nothing{};
   if (placement_.local == 0)
@@ -295,7 +300,7 @@ Status Hierarchy::all_to_all() {
   if (s.ok())
     s = remote_->wait(
         lock, [&] { return left == 0; }, hooks_, timeout_s_, here());
-  remote_->end();  // its functions refer to this frame
+  remote_->end(s.ok());  // its functions refer to this frame
   lock.unlock();
   if (s.ok() && !call_->out.single()) copy(Buffer(out, recv_at[n]), call_->out, elem_size_);
   return s;

@@ -82,7 +82,16 @@ std::string PointToPoint::describe(int peer) const {
 // Why it is no use to wait for this rank (-1: any).
 Status PointToPoint::hopeless(int peer, const std::string& here) const {
   if (far_ == nullptr) return group_.trouble(peer, here, "");
-  if (peer < 0) return Status();  // somebody on another host may be there; the deadline tells
+  if (peer < 0) {
+    PYCOMM_RETURN_IF_ERROR(group_.failed_peer(here));
+    Status s;  // hopeless only when none is left
+    for (size_t q = 0; q < local_of_.size(); q++) {
+      if (static_cast<int>(q) == rank_) continue;
+      s = hopeless(static_cast<int>(q), here);
+      if (s.ok()) break;
+    }
+    return s;
+  }
   const int local = local_of_[static_cast<size_t>(peer)];
   if (local >= 0) return group_.trouble(local, here, "");
   const std::string* why = far_->gone(peer);
@@ -111,6 +120,10 @@ void PointToPoint::stop() {
     futex_wake_all(group_.own().bell.word, Half::kLow);
     thread.join();
   }
+}
+
+void PointToPoint::leave(const std::string& why) {
+  if (far_ != nullptr) far_->leave(why);
 }
 
 Status PointToPoint::check_usable() const {
@@ -145,6 +158,7 @@ std::shared_ptr<Work> PointToPoint::send(int peer, int tag, DType dtype, const v
 std::shared_ptr<Work> PointToPoint::recv(int peer, int tag, DType dtype, void* data, size_t n_bytes,
                                          double timeout_s) {
   auto work = std::make_shared<Work>();
+  if (far_ != nullptr && (peer < 0 || is_far(peer))) far_->greet(peer);
   std::lock_guard lock(mutex_);
   progress();  // what has come already comes first
   if (Status s = check_usable(); !s.ok()) {

@@ -53,6 +53,8 @@ class PointToPoint {
   // Lets the progress thread take care of what is pending.
   void in_background();
   void stop();
+  // Tells the ranks of other hosts, too, that this one is gone.
+  void leave(const std::string& why);
 
  private:
   struct Message {  // being sent
@@ -69,6 +71,7 @@ class PointToPoint {
   class Finisher;  // a caller that waits in finish()
 
   Status check_usable() const;
+  bool is_far(int peer) const { return local_of_[static_cast<size_t>(peer)] < 0; }
   // Far's: a send to another host begins (false: it has failed) and ends; a piece of a message has come.
   bool begin_far(Work& work);
   void end_far(Work& work);

@@ -251,6 +251,14 @@ void Engine::fail_group(const Run& run, const Status& s) {
 }
 
 Status Engine::refuse(const std::string& why, CallerHooks* hooks, double timeout_s) {
+  return post_refusal(kOwnRefusal + why, hooks, timeout_s);
+}
+
+Status Engine::pass_on(const std::string& message, CallerHooks* hooks, double timeout_s) {
+  return post_refusal(kPassedOn + message, hooks, timeout_s);
+}
+
+Status Engine::post_refusal(const std::string& text, CallerHooks* hooks, double timeout_s) {
   if (group_.failed()) return group_.failure();
   Call call;
   call.sig.kind = CallKind::kRefused;
@@ -262,10 +270,10 @@ Status Engine::refuse(const std::string& why, CallerHooks* hooks, double timeout
     return s;
   }
   hold_slot(0, kRefusedPositions, kRefusedPositions - 1);
-  char* text = reinterpret_cast<char*>(group_.own().slots[slot_of(0)].stage);
-  const size_t n = utf8_prefix(why, 1000);
-  std::memcpy(text, why.data(), n);
-  text[n] = 0;
+  char* to = reinterpret_cast<char*>(group_.own().slots[slot_of(0)].stage);
+  const size_t n = utf8_prefix(text, 1000);
+  std::memcpy(to, text.data(), n);
+  to[n] = 0;
   post_head(run, 0);
   base_ += kRefusedPositions;
   return Status();

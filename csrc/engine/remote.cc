@@ -8,14 +8,30 @@ namespace pycomm {
 Remote::Remote(std::shared_ptr<Net> net, uint64_t id, std::vector<int> job_ranks, int rank, Group& group)
     : net_(std::move(net)), id_(id), job_ranks_(std::move(job_ranks)), rank_(rank), group_(group) {
   for (size_t q = 0; q < job_ranks_.size(); q++) ranks_[job_ranks_[q]] = static_cast<int>(q);
+  greeted_.resize(job_ranks_.size());
+  probed_.resize(job_ranks_.size());
+  entered_.resize(job_ranks_.size());
+  is_here_.resize(job_ranks_.size());
+  for (int i = 0; i < group_.size(); i++) is_here_[static_cast<size_t>(group_.name(i))] = true;
   const auto lock = net_->lock();
   net_->attach(id_, this);
 }
 
-Remote::~Remote() {
+Remote::~Remote() { leave(""); }
+
+void Remote::tell_now() {
+  const auto lock = net_->lock();
+  tell_failure(group_.failure());
+}
+
+void Remote::leave(const std::string& why) {
   if (net_->forked()) return;
   const auto lock = net_->lock();
-  net_->detach(id_);
+  tell_failure(group_.failure());
+  // Our end is soon seen, and must not be taken for the reason where the news that we have heard is late.
+  if (heard_) send_failure(group_.failure(), [this](int peer) { return net_->connected(peer); });
+  heard_ = false;
+  net_->detach(id_, why);
 }
 
 const std::string& Remote::name(int q) const { return net_->name(job_ranks_[static_cast<size_t>(q)]); }
@@ -41,17 +57,87 @@ void Remote::begin(uint32_t call, const Signature& sig) {
   sig_ = sig;
   active_ = true;
   verdict_ = Status();
-  std::erase_if(kept_, [&](const auto& k) { return k.first.call < call; });
-  std::erase_if(opened_, [&](const auto& o) { return o.first < call; });
+  began_at_s_ = monotonic_s();
+  history_[call % history_.size()] = sig;
+  std::erase_if(not_well_, [&](uint32_t c) { return call - c >= history_.size(); });
+  probed_.assign(probed_.size(), false);
+  std::erase_if(opened_, [&](const auto& o) { return o.first.first < call; });
   std::erase_if(refused_, [&](const auto& r) { return r.first < call; });
+  entered_.assign(entered_.size(), false);
+  for (const auto* said : {&opened_, &probes_}) {
+    for (auto it = said->lower_bound({call, 0}); it != said->end() && it->first.first == call; ++it) {
+      entered_[static_cast<size_t>(it->first.second)] = true;
+      if (agrees(it->first.second, it->second) && said == &probes_) answer(it->first.second);
+    }
+  }
+  probes_.erase(probes_.begin(), probes_.lower_bound({call + 1, 0}));
 }
 
-void Remote::end() {
+void Remote::end(bool well) {
+  if (!active_) return;
   active_ = false;
   if (!expected_.empty() || !leaving_.empty()) net_->forget(this);
   expected_.clear();
   blocked_.clear();
   leaving_.clear();
+  if (!well) not_well_.insert(call_);
+  for (auto it = kept_.begin(); it != kept_.end() && it->first.call <= call_; it = kept_.erase(it))
+    unwanted(it->first.from, it->second.header);
+}
+
+// A message of a call that is over. Where ranks make the same calls there is none, unless the call was
+// refused. The rank that it is of must not be left to believe that all is well.
+void Remote::unwanted(int from, const MessageHeader& h) {
+  if (not_well_.contains(h.call) || group_.failed() || call_ - h.call >= history_.size()) return;
+  const Signature& ours = history_[h.call % history_.size()];
+  group_.fail(Status::error(Code::kMismatch,
+                            format("%s #%u: ranks made different calls: rank %d called %s; rank %d called %s",
+                                   call_kind_name(ours.kind), h.call, rank_, ours.text().c_str(), from,
+                                   Signature::unpack(h.signature, h.count, h.extra).text().c_str())));
+  tell_failure(group_.failure());
+}
+
+// What a peer called, against what we call, will call or have called.
+void Remote::compare(int from, const MessageHeader& h) {
+  if (h.call > call_) {
+    probes_[{h.call, from}] = h;
+  } else if (h.call == call_ && active_) {
+    entered_[static_cast<size_t>(from)] = true;
+    const bool asks = h.kind == static_cast<uint8_t>(RemoteKind::kGreet) && h.flags == kAsks;
+    if (agrees(from, h) && asks) answer(from);
+  } else if (call_ - h.call < history_.size()) {
+    const Signature& ours = history_[h.call % history_.size()];
+    if (h.signature != ours.packed() || h.count != ours.count || h.extra != ours.extra) unwanted(from, h);
+  }
+}
+
+void Remote::probe() {
+  if (!active_ || monotonic_s() - std::max(began_at_s_, moved_at_s_) < kProbeS) return;
+  for (size_t q = 0; q < job_ranks_.size(); q++) {
+    if (probed_[q] || !needs(static_cast<int>(q))) continue;
+    probed_[q] = true;
+    MessageHeader h = header(RemoteKind::kGreet);
+    h.flags = kAsks;
+    net_->send_copy(job_ranks_[q], 0, h, nullptr);
+  }
+}
+
+void Remote::answer(int to) {
+  net_->send_copy(job_ranks_[static_cast<size_t>(to)], 0, header(RemoteKind::kGreet), nullptr);
+}
+
+bool Remote::all_needed_entered() const {
+  for (size_t q = 0; q < job_ranks_.size(); q++) {
+    if (needs(static_cast<int>(q)) && !entered_[q]) return false;
+  }
+  return true;
+}
+
+void Remote::greet(int to) {
+  if (greeted_[static_cast<size_t>(to)]) return;
+  greeted_[static_cast<size_t>(to)] = true;
+  MessageHeader h = header(RemoteKind::kGreet);
+  net_->send_copy(job_ranks_[static_cast<size_t>(to)], 0, h, nullptr);
 }
 
 // ---- messages --------------------------------------------------------------------------------------------
@@ -63,7 +149,7 @@ void Remote::send(int to, const Key& key, const std::byte* data, size_t n_bytes,
   h.flags = static_cast<uint16_t>(key.index);
   h.n_bytes = n_bytes;
   const uint64_t token = next_token_++;
-  leaving_[token] = std::move(left);
+  leaving_[token] = {to, std::move(left)};
   const int lane = static_cast<int>(key.tile % static_cast<uint32_t>(net_->n_lanes()));
   net_->send(job_ranks_[static_cast<size_t>(to)], lane, h, data, this, token);
 }
@@ -72,9 +158,9 @@ void Remote::sent(uint64_t token) {
   const auto found = leaving_.find(token);
   if (found == leaving_.end()) return;
   moved_at_s_ = monotonic_s();
-  const auto left = std::move(found->second);
+  const auto then = std::move(found->second.then);
   leaving_.erase(found);
-  if (left) left();
+  if (then) then();
 }
 
 void Remote::open(int to) {
@@ -83,12 +169,14 @@ void Remote::open(int to) {
 
 void Remote::when_opened(int from, std::function<void()> then) {
   if (has_opened(from)) return then();
+  greet(from);
   blocked_.emplace(from, std::move(then));
 }
 
 void Remote::expect(const Key& key, std::byte* landing, size_t n_bytes, Then then) {
   const auto found = kept_.find(key);
   if (found == kept_.end()) {
+    greet(key.from);
     expected_[key] = {landing, n_bytes, std::move(then)};
     return;
   }
@@ -152,11 +240,11 @@ void Remote::differ(int from, uint64_t theirs, uint64_t ours) {
 
 void Remote::arrived(int peer, const MessageHeader& h, std::byte* data, std::unique_ptr<std::byte[]> own) {
   const int from = rank_of(peer);
-  if (from < 0 || h.kind > static_cast<uint8_t>(RemoteKind::kFail)) return;
+  if (from < 0 || h.kind > static_cast<uint8_t>(RemoteKind::kGreet)) return;
   const bool old = h.call < call_ || (h.call == call_ && !active_);
   switch (static_cast<RemoteKind>(h.kind)) {
     case RemoteKind::kData: {
-      if (old) return;
+      if (old) return unwanted(from, h);
       const Key key{h.call, h.run, h.part, h.flags, from};
       if (h.call == call_ && expected_.contains(key)) return take(from, h, data);
       if (own == nullptr && h.n_bytes > 0) {  // its receive was taken back
@@ -166,8 +254,9 @@ void Remote::arrived(int peer, const MessageHeader& h, std::byte* data, std::uni
       return;
     }
     case RemoteKind::kOpen: {
-      if (old) return;
-      opened_.insert({h.call, from});
+      if (old) return compare(from, h);
+      opened_[{h.call, from}] = h;
+      if (h.call == call_) entered_[static_cast<size_t>(from)] = true;
       if (h.call != call_ || !agrees(from, h)) return;
       auto [first, last] = blocked_.equal_range(from);
       std::vector<std::function<void()>> ready;
@@ -181,10 +270,12 @@ void Remote::arrived(int peer, const MessageHeader& h, std::byte* data, std::uni
       return;
     case RemoteKind::kFail:
       if (h.n_bytes < 1) return;
-      told_ = true;  // whoever said so tells the others
-      group_.fail(Status::error(static_cast<Code>(data[0]),
-                                std::string(reinterpret_cast<const char*>(data) + 1, h.n_bytes - 1)));
+      if (!group_.failed()) told_ = heard_ = true;  // whoever said so tells the others
+      group_.fail(Status::error(
+          static_cast<Code>(data[0]),
+          name(from) + " failed: " + std::string(reinterpret_cast<const char*>(data) + 1, h.n_bytes - 1)));
       return;
+    case RemoteKind::kGreet: return compare(from, h);
   }
 }
 
@@ -192,14 +283,30 @@ void Remote::arrived(int peer, const MessageHeader& h, std::byte* data, std::uni
 
 void Remote::lost(int peer, const Status& why) {
   const int q = rank_of(peer);
-  if (q >= 0) gone_[q] = why.message();
+  if (q >= 0) gone_.emplace(q, why.message());
+}
+
+void Remote::left(int peer, const std::string& why) {
+  const int q = rank_of(peer);
+  if (q < 0) return;
+  gone_.emplace(q, name(q) + " closed its communicator" + (why.empty() ? "" : ": " + why));
 }
 
 void Remote::tick() {
   if (group_.failed() && !told_) tell_failure(group_.failure());
+  probe();
+}
+
+bool Remote::needs(int q) const {
+  return blocked_.contains(q) ||
+         std::any_of(expected_.begin(), expected_.end(), [q](const auto& e) { return e.first.from == q; }) ||
+         std::any_of(leaving_.begin(), leaving_.end(), [q](const auto& m) { return m.second.to == q; });
 }
 
 int Remote::awaited() const {
+  for (size_t q = 0; q < job_ranks_.size(); q++) {
+    if (needs(static_cast<int>(q)) && !entered_[q]) return static_cast<int>(q);
+  }
   if (!blocked_.empty()) return blocked_.begin()->first;
   if (!expected_.empty()) return expected_.begin()->first.from;
   return -1;
@@ -215,12 +322,11 @@ Status Remote::trouble() const {
         format("%s #%u: rank %d refused its call: %s (the communicator stays usable)",
                call_kind_name(sig_.kind), call_, refused->second.first, refused->second.second.c_str()));
   }
-  const auto hopeless = [&](int q) { return gone_.contains(q); };
-  for (const auto& [q, then] : blocked_) {
-    if (hopeless(q)) return Status::error(Code::kPeerLost, gone_.at(q));
-  }
-  for (const auto& [key, e] : expected_) {
-    if (hopeless(key.from)) return Status::error(Code::kPeerLost, gone_.at(key.from));
+  if (gone_.empty()) return Status();
+  for (const auto& [q, why] : gone_) {
+    if (!needs(q)) continue;
+    return Status::error(Code::kPeerLost,
+                         format("%s #%u: %s", call_kind_name(sig_.kind), call_, why.c_str()));
   }
   return Status();
 }
@@ -235,14 +341,16 @@ class Remote::Waiting final : public WaitClient {
   }
   Status check(int) override {
     if (hooks_ != nullptr) PYCOMM_RETURN_IF_ERROR(hooks_->poll());
-    PYCOMM_RETURN_IF_ERROR(remote_.group_.trouble(-1, here_, ""));
+    PYCOMM_RETURN_IF_ERROR(remote_.group_.failed_peer(here_));
     const auto lock = remote_.net_->lock();
-    if (monotonic_s() < std::max(started_s_, remote_.moved_at_s_) + timeout_s_) return Status();
+    const double since_s = std::max(started_s_, remote_.moved_at_s_);
+    const double grace_s = remote_.all_needed_entered() ? 3 * kGraceS : kGraceS;
+    if (monotonic_s() < since_s + timeout_s_ + grace_s) return Status();
     const int q = remote_.awaited();
     return Status::error(Code::kTimeout,
                          format("%s: waited %.1f s for %s (timeout %.1f s; is it slow, stopped, or did it "
                                 "skip this call?)",
-                                here_.c_str(), timeout_s_,
+                                here_.c_str(), monotonic_s() - since_s,
                                 q < 0 ? "what was sent to leave" : remote_.name(q).c_str(), timeout_s_));
   }
 
@@ -273,18 +381,24 @@ void Remote::refuse(uint32_t call, const std::string& why) {
   h.call = call;
   h.n_bytes = utf8_prefix(why, 1000);
   for (size_t q = 0; q < job_ranks_.size(); q++) {
-    if (job_ranks_[q] != net_->rank()) net_->send_copy(job_ranks_[q], 0, h, why.data());
+    if (!is_here_[q]) net_->send_copy(job_ranks_[q], 0, h, why.data());
   }
 }
 
 void Remote::tell_failure(const Status& status) {
   if (told_ || status.ok()) return;
   told_ = true;
-  const std::string text = static_cast<char>(status.code()) + status.message().substr(0, 4000);
+  const auto all = [](int) { return true; };
+  send_failure(status, all);
+}
+
+void Remote::send_failure(const Status& status, const std::function<bool(int)>& to) {
+  const std::string& why = status.message();
+  const std::string text = static_cast<char>(status.code()) + why.substr(0, utf8_prefix(why, 4000));
   MessageHeader h = header(RemoteKind::kFail);
   h.n_bytes = text.size();
   for (size_t q = 0; q < job_ranks_.size(); q++) {
-    if (job_ranks_[q] != net_->rank()) net_->send_copy(job_ranks_[q], 0, h, text.data());
+    if (!is_here_[q] && to(job_ranks_[q])) net_->send_copy(job_ranks_[q], 0, h, text.data());
   }
 }
 

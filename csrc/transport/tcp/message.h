@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "base/status.h"
 
@@ -39,6 +40,7 @@ static_assert(sizeof(MessageHeader) == 56);
 enum class NetKind : uint8_t {
   kBeat,     // nothing: shows that the host is there
   kGoodbye,  // this process ends its connections in good order
+  kLeft,     // it has left the group `count`, to which it sent the peer `extra` messages; payload: why
 };
 
 // Whoever receives the messages of a group. Called with the Net's mutex held, by whichever thread drives it.
@@ -54,6 +56,8 @@ class Sink {
   virtual void sent(uint64_t token) = 0;
   // The process has gone, or cannot be reached; told once to each group.
   virtual void lost(int peer, const Status& why) = 0;
+  // The process has left this group, and all that it sent before has arrived. `why` may be empty.
+  virtual void left(int peer, const std::string& why) = 0;
   // About ten times a second.
   virtual void tick() = 0;
 };

@@ -16,11 +16,13 @@ namespace pycomm {
 
 namespace {
 constexpr int kEvents = 64;
-constexpr double kGreetS = 5;      // for a stranger to prove himself
-constexpr double kLingerS = 1e-3;  // how long the thread leaves the loop to callers that come and go
-constexpr double kGoodbyeS = 2;    // for what is queued when a process ends
-constexpr int kMaxGreeting = 64;   // connections that have not proved themselves, beyond the job's own
-constexpr int kIoBufferBytes = 0;  // the system's choice: it grows with the connection
+constexpr double kGreetS = 5;        // for a stranger to prove himself
+constexpr double kLingerS = 1e-3;    // how long the thread leaves the loop to callers that come and go
+constexpr double kGoodbyeS = 2;      // for what is queued when a process ends
+constexpr double kLastWordsS = 0.5;  // for what a peer has sent, when nothing can be sent to it any more
+constexpr size_t kMaxWhy = 1000;     // bytes, of why a peer left
+constexpr int kMaxGreeting = 64;     // connections that have not proved themselves, beyond the job's own
+constexpr int kIoBufferBytes = 0;    // the system's choice: it grows with the connection
 
 // What an event is of, in epoll's 64 bits.
 enum class Of : uint64_t { kListener, kKick, kReceiver, kSender };
@@ -44,6 +46,26 @@ class Net::Waiting final : public Sink {
   }
   void sent(uint64_t) override {}
   void lost(int, const Status&) override {}
+  void left(int, const std::string&) override {}
+  void tick() override {}
+
+ private:
+  Net& net_;
+};
+
+class Net::Own final : public Sink {
+ public:
+  explicit Own(Net& net) : net_(net) {}
+  std::byte* landing(int, const MessageHeader&) override { return nullptr; }
+  void arrived(int peer, const MessageHeader& h, std::byte* data, std::unique_ptr<std::byte[]>) override {
+    const size_t n =
+        h.n_bytes == 0 ? 0 : utf8_prefix({reinterpret_cast<const char*>(data), h.n_bytes}, kMaxWhy);
+    std::string why(reinterpret_cast<const char*>(data), n);
+    net_.peers_[static_cast<size_t>(peer)].left[h.count] = {h.extra, std::move(why)};
+  }
+  void sent(uint64_t) override {}
+  void lost(int, const Status&) override {}
+  void left(int, const std::string&) override {}
   void tick() override {}
 
  private:
@@ -61,6 +83,7 @@ Status Net::create(NetOptions options, Secret secret, std::shared_ptr<Net>* out)
   net->options_ = std::move(options);
   net->secret_ = std::move(secret);
   net->waiting_ = std::make_unique<Waiting>(*net);
+  net->own_ = std::make_unique<Own>(*net);
   net->epoll_fd_ = epoll_create1(EPOLL_CLOEXEC);
   net->kick_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (net->epoll_fd_ < 0 || net->kick_fd_ < 0) return Status::from_errno("epoll", errno);
@@ -87,15 +110,16 @@ Net::~Net() {
       bye.kind = static_cast<uint8_t>(NetKind::kGoodbye);
       for (size_t q = 0; q < peers_.size(); q++) {
         for (size_t lane = 0; lane < peers_[q].lanes.size(); lane++) {
-          if (peers_[q].lanes[lane].is_open() && peers_[q].lost.ok())
+          if (!peers_[q].lanes[lane].idle() && peers_[q].lost.ok())
             send_copy(static_cast<int>(q), static_cast<int>(lane), bye, nullptr);
         }
       }
       const double end_s = seconds() + kGoodbyeS;
       const auto empty = [&] {
         return std::all_of(peers_.begin(), peers_.end(), [](const Peer& p) {
-          return !p.lost.ok() || std::all_of(p.lanes.begin(), p.lanes.end(),
-                                             [](const Sender& s) { return s.idle() || s.empty(); });
+          return !p.lost.ok() || !p.broken.ok() ||
+                 std::all_of(p.lanes.begin(), p.lanes.end(),
+                             [](const Sender& s) { return s.idle() || s.empty(); });
         });
       };
       while (!empty() && seconds() < end_s) cv_.wait_for(l, std::chrono::milliseconds(10));
@@ -146,7 +170,10 @@ void Net::attach(uint64_t group, Sink* sink) {
   sinks_[group] = sink;
   const auto found = early_.find(group);
   if (found != early_.end()) {
-    for (Early& e : found->second) sink->arrived(e.peer, e.header, e.own.get(), std::move(e.own));
+    for (Early& e : found->second) {
+      std::byte* const data = e.own.get();  // before it is handed over
+      sink->arrived(e.peer, e.header, data, std::move(e.own));
+    }
     early_.erase(found);
   }
   for (size_t q = 0; q < peers_.size(); q++) {
@@ -154,18 +181,47 @@ void Net::attach(uint64_t group, Sink* sink) {
   }
 }
 
-void Net::detach(uint64_t group) {
+void Net::detach(uint64_t group, const std::string& why) {
   const auto found = sinks_.find(group);
   if (found == sinks_.end()) return;
   forget(found->second);
   sinks_.erase(found);
   closed_.insert(group);
+  for (size_t q = 0; q < peers_.size(); q++) {
+    if (connected(static_cast<int>(q))) tell_left(static_cast<int>(q), group, why);
+  }
+}
+
+bool Net::connected(int peer) const {
+  const Peer& p = peers_[static_cast<size_t>(peer)];
+  return !p.lanes.empty() && p.lost.ok() && (!p.lanes[0].idle() || receives_from(peer));
+}
+
+void Net::tell_left(int peer, uint64_t group, const std::string& why) {
+  Peer& p = peers_[static_cast<size_t>(peer)];
+  if (!p.told.insert(group).second) return;
+  MessageHeader h;
+  h.kind = static_cast<uint8_t>(NetKind::kLeft);
+  h.count = group;
+  h.extra = p.n_sent[group];
+  h.n_bytes = utf8_prefix(why, kMaxWhy);
+  send_copy(peer, 0, h, why.data());
+}
+
+bool Net::receives_from(int peer) const {
+  return std::any_of(receivers_.begin(), receivers_.end(),
+                     [peer](const auto& r) { return r.second->peer() == peer; });
 }
 
 void Net::forget(Sink* sink) {
   for (auto& [number, receiver] : receivers_) receiver->forget(sink);
+  const auto group =
+      std::find_if(sinks_.begin(), sinks_.end(), [sink](const auto& s) { return s.second == sink; });
   for (Peer& p : peers_) {
-    for (Sender& s : p.lanes) s.forget(sink);
+    for (Sender& s : p.lanes) {
+      const uint32_t n_dropped = s.forget(sink);
+      if (n_dropped > 0 && group != sinks_.end()) p.n_sent[group->first] -= n_dropped;
+    }
   }
 }
 
@@ -189,7 +245,8 @@ void Net::send_copy(int peer, int lane, const MessageHeader& header, const void*
 
 void Net::queue(int peer, int lane, Outgoing message) {
   Peer& p = peers_[static_cast<size_t>(peer)];
-  if (!p.lost.ok()) return;  // the sink has been told
+  if (!p.lost.ok() || !p.broken.ok()) return;  // the sink has been told, or will be
+  p.n_sent[message.header.group]++;
   Sender& sender = p.lanes[static_cast<size_t>(lane)];
   sender.push(std::move(message));
   if (sender.idle())
@@ -206,7 +263,7 @@ void Net::open(int peer, int lane) {
   route.terms.channel = static_cast<uint32_t>(lane);
   Sender& sender = p.lanes[static_cast<size_t>(lane)];
   Status s = sender.open(secret_, std::move(route));
-  if (!s.ok()) return lose(peer, std::move(s));
+  if (!s.ok()) return cannot_send(peer, std::move(s));
   watch(sender.fd(), tag(Of::kSender, static_cast<uint64_t>(peer) << 16 | static_cast<uint64_t>(lane)));
   pump(peer, lane);
 }
@@ -217,7 +274,18 @@ void Net::pump(int peer, int lane) {
   Sender& sender = p.lanes[static_cast<size_t>(lane)];
   if (sender.idle()) return;
   Status s = sender.pump();
-  if (!s.ok()) lose(peer, std::move(s));
+  if (!s.ok()) cannot_send(peer, std::move(s));
+}
+
+// A process that ends closes what it receives on at once, while its last words may still be on their way: its
+// connections to us say when it is over, or else the time.
+void Net::cannot_send(int peer, Status why) {
+  Peer& p = peers_[static_cast<size_t>(peer)];
+  if (!p.lost.ok() || !p.broken.ok()) return;
+  if (!receives_from(peer)) return lose(peer, std::move(why));
+  p.broken = std::move(why);
+  p.broken_at_s = seconds();
+  for (Sender& s : p.lanes) s.abandon();
 }
 
 // ---- receiving -------------------------------------------------------------------------------------------
@@ -257,11 +325,14 @@ void Net::pump(Receiver* receiver) {
     if (h.group == 0) {
       if (h.kind == static_cast<uint8_t>(NetKind::kGoodbye))
         peers_[static_cast<size_t>(peer)].said_goodbye = true;
-      return nullptr;
+      return h.kind == static_cast<uint8_t>(NetKind::kLeft) ? own_.get() : nullptr;
     }
+    peers_[static_cast<size_t>(peer)].n_received[h.group]++;
     const auto found = sinks_.find(h.group);
     if (found != sinks_.end()) return found->second;
-    return closed_.contains(h.group) ? nullptr : waiting_.get();
+    if (!closed_.contains(h.group)) return waiting_.get();
+    tell_left(peer, h.group, "");
+    return nullptr;
   };
   bool more = false;
   const Status s = receiver->pump(find, &more);
@@ -282,9 +353,9 @@ void Net::end(Receiver* receiver, const Status& why) {
   receivers_.erase(receiver->number);
   if (peer < 0) return;
   Peer& p = peers_[static_cast<size_t>(peer)];
-  const Status gone =
-      p.said_goodbye ? Status::error(Code::kPeerLost, format("%s has ended", p.name.c_str())) : why.clone();
-  lose(peer, gone.clone());
+  if (!p.said_goodbye) return lose(peer, why.clone());
+  if (receives_from(peer)) return;  // its other lanes may still have something
+  lose(peer, Status::error(Code::kPeerLost, format("%s has ended", p.name.c_str())));
 }
 
 void Net::lose(int peer, Status why) {
@@ -292,6 +363,11 @@ void Net::lose(int peer, Status why) {
   if (!p.lost.ok()) return;
   p.lost = std::move(why);
   for (Sender& s : p.lanes) s.abandon();
+  for (const auto& [group, last] : p.left) {  // the reason that it gave counts more than that it has ended
+    const auto sink = sinks_.find(group);
+    if (sink != sinks_.end()) sink->second->left(peer, last.why);
+  }
+  p.left.clear();
   for (const auto& [group, sink] : sinks_) sink->lost(peer, p.lost);
 }
 
@@ -302,7 +378,7 @@ void Net::beat(double now_s) {
   header.kind = static_cast<uint8_t>(NetKind::kBeat);
   for (size_t q = 0; q < peers_.size(); q++) {
     Peer& p = peers_[q];
-    if (!p.lost.ok() || now_s - p.beat_at_s < kBeatS) continue;
+    if (!p.lost.ok() || !p.broken.ok() || now_s - p.beat_at_s < kBeatS) continue;
     p.beat_at_s = now_s;
     for (size_t lane = 0; lane < p.lanes.size(); lane++) {
       Sender& s = p.lanes[lane];
@@ -314,11 +390,32 @@ void Net::beat(double now_s) {
   }
 }
 
+void Net::look_at_peers(double now_s) {
+  for (size_t q = 0; q < peers_.size(); q++) {
+    Peer& p = peers_[q];
+    const auto peer = static_cast<int>(q);
+    if (p.lost.ok() && !p.broken.ok() && now_s - p.broken_at_s > kLastWordsS) lose(peer, p.broken.clone());
+    const bool in_message = std::any_of(receivers_.begin(), receivers_.end(), [peer](const auto& r) {
+      return r.second->peer() == peer && r.second->in_message();
+    });
+    for (auto it = p.left.begin(); it != p.left.end() && !in_message;) {
+      if (p.n_received[it->first] < it->second.n_sent) {
+        ++it;
+        continue;
+      }
+      const auto sink = sinks_.find(it->first);
+      if (sink != sinks_.end()) sink->second->left(peer, it->second.why);
+      it = p.left.erase(it);
+    }
+  }
+}
+
 void Net::tick() {
   const double now_s = seconds();
   if (now_s - ticked_s_ < 0.1) return;
   ticked_s_ = now_s;
   beat(now_s);
+  look_at_peers(now_s);
   if (accept_again_) accept_all();
   std::vector<Receiver*> late;
   for (auto& [number, receiver] : receivers_) {

@@ -65,8 +65,9 @@ class Net {
   // ---- with the lock ----
   std::unique_lock<std::mutex> lock() { return std::unique_lock(mutex_); }
   void attach(uint64_t group, Sink* sink);
-  // Nothing more comes to this sink, nothing of its memory is read or written.
-  void detach(uint64_t group);
+  // Nothing more comes to this sink, nothing of its memory is read or written. The peers that have talked
+  // with this process are told that it has left the group, and later ones when they write to it.
+  void detach(uint64_t group, const std::string& why);
   // Drops what the sink has under way; the group goes on.
   void forget(Sink* sink);
   // Queues a message, and sends what the socket takes. `data` stays the caller's until sink->sent(token).
@@ -75,6 +76,8 @@ class Net {
   // The same with a copy: the memory is the caller's at once.
   void send_copy(int peer, int lane, const MessageHeader& header, const void* data, Sink* sink = nullptr,
                  uint64_t token = 0);
+  // Whether one of the two has connected to the other.
+  bool connected(int peer) const;
   const Status& lost(int peer) const { return peers_[static_cast<size_t>(peer)].lost; }
 
   // Drives the loop until `ready`, which is called with the lock. `check`, without the lock, every slice of
@@ -90,13 +93,23 @@ class Net {
   bool forked() const { return fork_generation_ != current_generation_(); }
 
  private:
+  struct Left {
+    uint32_t n_sent;  // to us, before it left
+    std::string why;
+  };
   struct Peer {
     Address address;
     std::string name;
     std::vector<Sender> lanes;
     Status lost;
+    // Nothing can be sent to it any more; but what it has sent may still be on its way, and counts.
+    Status broken;
+    double broken_at_s = 0;
     bool said_goodbye = false;
     double beat_at_s = 0;
+    std::map<uint64_t, uint32_t> n_sent, n_received;  // messages, by group
+    std::map<uint64_t, Left> left;                    // groups that it has left, not told to the sink yet
+    std::set<uint64_t> told;                          // groups that it knows that we have left
   };
   struct Early {  // came before its group
     int peer;
@@ -104,6 +117,7 @@ class Net {
     std::unique_ptr<std::byte[]> own;
   };
   class Waiting;  // takes what has no group yet
+  class Own;      // takes what is for the Net itself
 
   Net() = default;
   void serve();
@@ -115,6 +129,10 @@ class Net {
   void open(int peer, int lane);
   void watch(int fd, uint64_t what);
   void lose(int peer, Status why);
+  void cannot_send(int peer, Status why);
+  bool receives_from(int peer) const;
+  void tell_left(int peer, uint64_t group, const std::string& why);
+  void look_at_peers(double now_s);
   void end(Receiver* receiver, const Status& why);
   void tick();
   void beat(double now_s);
@@ -137,6 +155,7 @@ class Net {
   std::set<uint64_t> closed_;  // groups that were here
   std::map<uint64_t, std::list<Early>> early_;
   std::unique_ptr<Waiting> waiting_;
+  std::unique_ptr<Own> own_;
   bool driving_ = false;     // somebody is in the loop
   bool background_ = false;  // it is the thread
   int callers_ = 0;

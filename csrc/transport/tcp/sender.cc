@@ -100,7 +100,8 @@ Status Sender::pump() {
   return Status();
 }
 
-void Sender::forget(const Sink* sink) {
+uint32_t Sender::forget(const Sink* sink) {
+  uint32_t n_dropped = 0;
   for (size_t i = 0; i < queue_.size(); i++) {
     Outgoing& m = queue_[i];
     if (m.sink != sink) continue;
@@ -108,12 +109,14 @@ void Sender::forget(const Sink* sink) {
     const bool begun = i == 0 && done_ > 0;
     if (!begun) {
       queue_.erase(queue_.begin() + static_cast<std::ptrdiff_t>(i--));
+      n_dropped++;
     } else if (m.own == nullptr && m.header.n_bytes > 0) {
       m.own = std::make_unique<std::byte[]>(m.header.n_bytes);
       std::memcpy(m.own.get(), m.data, m.header.n_bytes);
       m.data = m.own.get();
     }
   }
+  return n_dropped;
 }
 
 std::deque<Outgoing> Sender::abandon() {

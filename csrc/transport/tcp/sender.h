@@ -37,8 +37,8 @@ class Sender {
   // Goes on: connects, greets, writes until the socket is full.
   Status pump();
   void push(Outgoing message) { queue_.push_back(std::move(message)); }
-  // Drops what is queued for this sink; what has begun to leave is copied first.
-  void forget(const Sink* sink);
+  // Drops what is queued for this sink, and says how many messages; what has begun to leave is copied first.
+  uint32_t forget(const Sink* sink);
   // Takes what has not left, for the sinks to be told.
   std::deque<Outgoing> abandon();
 
