@@ -18,6 +18,7 @@ argument exits with 2. Nothing here needs torch.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,50 +41,84 @@ __all__ = ["app"]
 app = typer.Typer(help="Pipeline schedules: list, show, verify, simulate, choose.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="A name of `pycomm pipeline list`, or a CSV file of actions.")]
-Ranks = Annotated[int, typer.Option("--ranks", "-p", help="Ranks of the pipeline.")]
-Microbatches = Annotated[int, typer.Option("--microbatches", "-m", help="Microbatches of a step.")]
+# None: not given, so that what a file says otherwise is an error and not left out.
+Ranks = Annotated[int | None, typer.Option("--ranks", "-p", help="Ranks of the pipeline.", show_default="4")]
+Microbatches = Annotated[
+    int | None, typer.Option("--microbatches", "-m", help="Microbatches of a step.", show_default="8")
+]
 Stages = Annotated[
     int | None,
     typer.Option("--stages-per-rank", "-v", help="Stages on a rank; default: what it needs, or 2."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Forward = Annotated[float, typer.Option(help="Time of a microbatch's forward on a rank.")]
-Input = Annotated[float, typer.Option(help="… of its backward, the gradient of the input.")]
-Weight = Annotated[float, typer.Option(help="… of its backward, the gradient of the weights.")]
-Latency = Annotated[float, typer.Option(help="From the end of an action to its result on another rank.")]
+Forward = Annotated[
+    float | None, typer.Option(help="Time of a microbatch's forward on a rank.", show_default="1.0")
+]
+Input = Annotated[
+    float | None, typer.Option(help="… of its backward, the gradient of the input.", show_default="1.0")
+]
+Weight = Annotated[
+    float | None, typer.Option(help="… of its backward, the gradient of the weights.", show_default="1.0")
+]
+Latency = Annotated[
+    float | None,
+    typer.Option(help="From the end of an action to its result on another rank.", show_default="0.0"),
+]
 Run = Annotated[
     Path | None,
     typer.Option("--measured", help="A run's file (schedule.save_measured): its ranks, microbatches, times."),
 ]
 
 
-def _order(name: str, ranks: int, microbatches: int, stages: int | None) -> Order:
-    if Path(name).suffix == ".csv":
-        try:
-            return Order.from_csv(Path(name).read_text(), Path(name).stem)
-        except OSError as error:
-            raise ValueError(f"cannot read {name}: {error.strerror}") from error
-    return build(name, ranks, microbatches, stages)
+def _order(name: str, ranks: int | None, microbatches: int | None, stages: int | None) -> Order:
+    if Path(name).suffix != ".csv":
+        return build(name, 4 if ranks is None else ranks, 8 if microbatches is None else microbatches, stages)
+    try:
+        order = Order.from_csv(_text(Path(name)), Path(name).stem)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    _must_be(name, "--stages-per-rank", stages, order.n_stages / order.n_ranks)
+    _must_be(name, "--ranks", ranks, order.n_ranks)
+    _must_be(name, "--microbatches", microbatches, order.n_microbatches)
+    return order
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        bad_argument(f"cannot read {path}: {error.strerror}")
+    except UnicodeDecodeError as error:
+        bad_argument(f"cannot read {path}: it is not text ({error})")
+
+
+def _must_be(path: str | Path, option: str, given: int | None, has: float) -> None:
+    if given is not None and given != has:
+        raise ValueError(f"{option} {given} does not go with {path}, which has {has:g}: leave it out")
 
 
 def _run(
     order: Order,
-    forward: float,
-    backward_input: float,
-    backward_weight: float,
-    latency: float,
+    forward: float | None,
+    backward_input: float | None,
+    backward_weight: float | None,
+    latency: float | None,
     reduce: float = 0.0,
 ) -> Timeline:
+    forward, backward_input, backward_weight = (
+        1.0 if time is None else time for time in (forward, backward_input, backward_weight)
+    )
+    latency = 0.0 if latency is None else latency
     for what, value in (
         ("forward", forward),
         ("backward-input", backward_input),
         ("backward-weight", backward_weight),
     ):
-        if not value > 0:
+        if not 0 < value < math.inf:
             raise ValueError(f"--{what} must be a time above 0, got {value:g}")
-    if latency < 0:
+    if not 0 <= latency < math.inf:
         raise ValueError(f"--latency must be a time, got {latency:g}")
-    if reduce < 0:
+    if not 0 <= reduce < math.inf:
         raise ValueError(f"--reduce must be a time, got {reduce:g}")
     v = order.n_stages / order.n_ranks
     if reduce > 0:
@@ -91,17 +126,33 @@ def _run(
     return simulate(order, Costs(forward / v, backward_input / v, backward_weight / v, latency, reduce / v))
 
 
-def _measured(path: Path | None) -> Measured | None:
+def _measured(
+    path: Path | None, ranks: int | None, microbatches: int | None, times: dict[str, float | None]
+) -> Measured | None:
+    """The file of --measured; what is given beside it must not say otherwise."""
     if path is None:
         return None
     try:
-        text = path.read_text()
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    try:
-        return Measured.from_json(text)
+        run = Measured.from_json(_text(path))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    order = run.timeline.order
+    _must_be(path, "--ranks", ranks, order.n_ranks)
+    _must_be(path, "--microbatches", microbatches, order.n_microbatches)
+    if given := [option for option, time in times.items() if time is not None]:
+        raise ValueError(f"{', '.join(given)} and --measured: give the times or the file, not both")
+    return run
+
+
+def _times(
+    forward: float | None, backward_input: float | None, backward_weight: float | None, latency: float | None
+) -> dict[str, float | None]:
+    return {
+        "--forward": forward,
+        "--backward-input": backward_input,
+        "--backward-weight": backward_weight,
+        "--latency": latency,
+    }
 
 
 def _figures(timeline: Timeline) -> dict[str, Any]:
@@ -136,8 +187,8 @@ def list_(as_json: Json = False) -> None:
 @app.command()
 def show(
     name: Name,
-    ranks: Ranks = 4,
-    microbatches: Microbatches = 8,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
     stages_per_rank: Stages = None,
     transfers: Annotated[bool, typer.Option("--transfers", help="With sends and receives.")] = False,
     replicas: Annotated[
@@ -146,7 +197,7 @@ def show(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the actions as CSV.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Every rank's actions: a picture in time, one column a unit, all actions equally long."""
+    """Every rank's actions in time: F, I and W take one column, B two (B5 -), a dot is idle."""
     with refusing():
         order = _order(name, ranks, microbatches, stages_per_rank)
         if replicas:
@@ -196,8 +247,7 @@ def _prove(name: str, ranks: list[int], microbatches: list[int], stages: list[in
     proofs, violation = 0, None
     try:
         if Path(name).suffix == ".csv":
-            order = _order(name, 0, 0, None)
-            verify(order)
+            verify(_order(name, None, None, None))
             proofs = 1
         else:
             build(name, 1, 1)  # an unknown name is a bad argument
@@ -212,37 +262,42 @@ def _prove(name: str, ranks: list[int], microbatches: list[int], stages: list[in
     except ValueError as error:
         if proofs == 0 and violation is None and Path(name).suffix != ".csv":
             raise
-        violation = f"{violation or ''}{error}"
+        violation = f"{violation or ''}{str(error).removeprefix(f'{name}: ')}"
     return {"schedule": name, "proofs": proofs, "violation": violation}
 
 
 @app.command("simulate")
 def simulate_(
     name: Name,
-    ranks: Ranks = 4,
-    microbatches: Microbatches = 8,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
     stages_per_rank: Stages = None,
-    forward: Forward = 1.0,
-    backward_input: Input = 1.0,
-    backward_weight: Weight = 1.0,
-    latency: Latency = 0.0,
-    reduce: Annotated[float, typer.Option(help="Time to average a rank's gradients over replicas.")] = 0.0,
+    forward: Forward = None,
+    backward_input: Input = None,
+    backward_weight: Weight = None,
+    latency: Latency = None,
+    reduce: Annotated[
+        float | None,
+        typer.Option(help="Time to average a rank's gradients over replicas.", show_default="0.0"),
+    ] = None,
     measured: Run = None,
     draw: Annotated[Path | None, typer.Option(help="Write the timeline: PNG, SVG, PDF.")] = None,
     as_json: Json = False,
 ) -> None:
     """How long a step takes, how much of it is idle, and how many activations each rank keeps."""
     with refusing():
-        run = _measured(measured)
+        times = _times(forward, backward_input, backward_weight, latency) | {"--reduce": reduce}
+        run = _measured(measured, ranks, microbatches, times)
         if run is not None:
             ran = run.timeline.order
-            ranks, microbatches = ran.n_ranks, ran.n_microbatches
+            if Path(name).suffix != ".csv":
+                ranks, microbatches = ran.n_ranks, ran.n_microbatches
             if stages_per_rank is None and ran.name.lower() == name.lower():
                 stages_per_rank = ran.n_stages // ran.n_ranks
         order = _order(name, ranks, microbatches, stages_per_rank)
         verify(order)
         if run is None:
-            timeline = _run(order, forward, backward_input, backward_weight, latency, reduce)
+            timeline = _run(order, forward, backward_input, backward_weight, latency, reduce or 0.0)
         else:
             timeline = simulate(order, run.costs_for(order))
     figures = _figures(timeline)
@@ -275,28 +330,33 @@ def simulate_(
 
 @app.command()
 def choose(
-    ranks: Ranks = 4,
-    microbatches: Microbatches = 8,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
     max_stages_per_rank: Annotated[int, typer.Option(help="Try so many where any may be.")] = 4,
     max_activations: Annotated[
         float | None, typer.Option(help="At most so many microbatches' activations on a rank.")
     ] = None,
-    forward: Forward = 1.0,
-    backward_input: Input = 1.0,
-    backward_weight: Weight = 1.0,
-    latency: Latency = 0.0,
+    forward: Forward = None,
+    backward_input: Input = None,
+    backward_weight: Weight = None,
+    latency: Latency = None,
     measured: Run = None,
     as_json: Json = False,
 ) -> None:
     """All schedules on one model, the quickest that fits first."""
     found = []
     with refusing():
-        run = _measured(measured)
+        if max_activations is not None and not max_activations > 0:
+            raise ValueError(f"--max-activations must be above 0, got {max_activations:g}")
+        if max_stages_per_rank < 1:
+            raise ValueError(f"--max-stages-per-rank must be at least 1, got {max_stages_per_rank}")
+        times = _times(forward, backward_input, backward_weight, latency)
+        run = _measured(measured, ranks, microbatches, times)
         if run is not None:
             ranks, microbatches = run.timeline.order.n_ranks, run.timeline.order.n_microbatches
         for entry in CATALOG.values():
             for v in [entry.stages_per_rank] if entry.stages_per_rank else range(2, max_stages_per_rank + 1):
-                order = build(entry.name, ranks, microbatches, v)
+                order = _order(entry.name, ranks, microbatches, v)
                 if run is None:
                     timeline = _run(order, forward, backward_input, backward_weight, latency)
                 else:

@@ -86,8 +86,20 @@ def gather_bytes(comm: Communicator, mine: bytes, lengths: Sequence[int]) -> lis
     return [bytes(part.tolist()) for part in torch.split(everyones, list(lengths))]
 
 
-def check_agreement(comm: Communicator, who: str, lines: Sequence[str]) -> None:
+def check_agreement(
+    comm: Communicator,
+    who: str,
+    lines: Sequence[str],
+    advice: str = "Every rank must build the same module, with its parameters in the same order, and "
+    "give the same arguments",
+) -> None:
     """Raises the same error on every rank unless all ranks have the same lines. Collective.
+
+    Args:
+        comm: of the ranks.
+        who: begins the error.
+        lines: what must agree.
+        advice: ends the error.
 
     Raises:
         ValueError: names the first line that differs and the ranks that have it.
@@ -109,9 +121,7 @@ def check_agreement(comm: Communicator, who: str, lines: Sequence[str]) -> None:
             others = ", ".join(f"rank {rank} has {at_line[rank]}" for rank in differing[:4])
             raise ValueError(
                 f"{who}: ranks differ at line {line} of {max(len(part) for part in theirs)}: "
-                f"rank 0 has {at_line[0]}; {others}{' …' if len(differing) > 4 else ''}. "
-                "Every rank must build the same module, with its parameters in the same order, and give the "
-                "same arguments"
+                f"rank 0 has {at_line[0]}; {others}{' …' if len(differing) > 4 else ''}. {advice}"
             )
     raise AssertionError(f"{who}: digests differ but lines do not")
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         ScheduleZeroBubbleH2,
         get_schedule_class,
     )
+    from pycomm.pipeline.schedule.order import Order
     from pycomm.pipeline.schedules import PipelineSchedule
     from pycomm.pipeline.skips import pop, stash
     from pycomm.pipeline.split import Pipe, pipeline
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LateWarning",
     "LayerSpec",
+    "Order",
     "Pipe",
     "Plan",
     "PipelineSchedule",
@@ -98,6 +100,7 @@ _LATER = {
     "sharded_state_dict": "pycomm.pipeline.state_dict",
     "Pipe": "pycomm.pipeline.split",
     "LateWarning": "pycomm.pipeline.watch",
+    "Order": "pycomm.pipeline.schedule.order",
     "PipelineSchedule": "pycomm.pipeline.schedules",
     "PipelineStage": "pycomm.pipeline.stage",
     "SchedulePipeDream2BW": "pycomm.pipeline.two_versions",

@@ -16,11 +16,12 @@ from typing import Any
 
 from pycomm.communicator import Communicator
 from pycomm.ddp.agree import gather_bytes
+from pycomm.errors import CommError
 from pycomm.pipeline.messages import Spec, leaves
 from pycomm.pipeline.stage import PipelineStage
 from pycomm.tensor_parallel.regions import lengths_of
 
-__all__ = ["Arguments", "alone", "between_stages", "check", "together"]
+__all__ = ["Arguments", "alone", "between_stages", "check", "coming", "together"]
 
 
 @dataclass
@@ -37,6 +38,20 @@ class Arguments:
 
 
 @contextlib.contextmanager
+def coming(comm: Communicator, what: str) -> Iterator[None]:
+    """An exchange that all ranks must come to; where one does not, the error says to what.
+
+    Raises:
+        CommError: as inside, beginning with who waits for what.
+    """
+    try:
+        yield
+    except CommError as error:
+        waits = f"{what}: rank {comm.rank} waits for every rank of the pipeline to come to it"
+        raise type(error)(f"{waits}: {error}") from None  # which has its whole text
+
+
+@contextlib.contextmanager
 def together(comm: Communicator, who: str) -> Iterator[Arguments]:
     """An exception inside, on any rank, is raised on every rank. Collective.
 
@@ -50,6 +65,7 @@ def together(comm: Communicator, who: str) -> Iterator[Arguments]:
     Raises:
         Exception: this rank's own.
         ValueError: another's, which it names.
+        CommError: a rank does not come.
     """
     problem: Exception | None = None
     mine = Arguments()
@@ -58,7 +74,8 @@ def together(comm: Communicator, who: str) -> Iterator[Arguments]:
     except Exception as error:
         problem = error
     text = b"" if problem is None else f"{type(problem).__name__}: {problem}".encode()
-    told = lengths_of(len(text) if problem is not None else -mine.n_rows, comm)  # one number says both
+    with coming(comm, who):
+        told = lengths_of(len(text) if problem is not None else -mine.n_rows, comm)  # one number says both
     lengths = [max(number, 0) for number in told]
     mine.everyones = tuple(max(-number, 0) for number in told)
     if any(lengths):

@@ -11,12 +11,13 @@ mean of the replicas' losses is that of the whole batch.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pycomm.communicator import Communicator
 from pycomm.pipeline import microbatches
@@ -37,6 +38,9 @@ class Losses:
         scales: whether ``loss_fn`` is a mean; else it is a sum, and losses are added.
         count: of a microbatch's target, what its loss is a mean over; None: its samples.
         count_comm: of the replicas whose batches are one batch; None: no others.
+
+    Raises:
+        ValueError: ``loss_fn`` is one of torch's with a ``reduction`` that does not fit ``scales``.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Losses:
         count: Callable[[Any], float] | None,
         count_comm: Communicator | None,
     ) -> None:
+        _check_reduction(name, loss_fn, scales)
         self._name, self.loss_fn, self._n = name, loss_fn, n_microbatches
         self._scales, self._count, self._count_comm = scales, count, count_comm
         self.plain: list[Tensor] = []  #: of the last batch's microbatches as loss_fn made them
@@ -76,7 +81,7 @@ class Losses:
                 "on that rank"
             )
         loss_fn, further = self.loss_fn, dict(loss_kwargs or {})
-        targets = [row[0][0] for row in microbatches.split((target,), {}, self._n)]
+        targets = microbatches.cut(target, self._n, "target")
         weights = self._weights(targets)
         plain: list[Any] = [None] * self._n
         self.plain = plain
@@ -130,6 +135,27 @@ class Losses:
         if total == 0:
             raise ValueError(f"{self._name}: the targets of the whole batch count nothing")
         return [c * n / total for c in counts]
+
+
+def _check_reduction(name: str, loss_fn: Callable[..., Tensor] | None, is_mean: bool) -> None:
+    """A sum where a mean is needed would come out too small without a word."""
+    reduction: Any
+    if isinstance(loss_fn, nn.modules.loss._Loss):
+        reduction, which = loss_fn.reduction, type(loss_fn).__name__
+    elif isinstance(loss_fn, functools.partial):
+        reduction, which = loss_fn.keywords.get("reduction"), getattr(loss_fn.func, "__name__", "partial")
+    else:
+        return
+    if reduction == "sum" and is_mean:
+        raise ValueError(
+            f"{name}: loss_fn is {which} with reduction='sum', but microbatches' losses are averaged: give "
+            "it reduction='mean' for the batch's mean, or the schedule scale_grads=False for the batch's sum"
+        )
+    if reduction == "none":
+        raise ValueError(
+            f"{name}: loss_fn is {which} with reduction='none', but a loss is one number: give it "
+            "reduction='mean'"
+        )
 
 
 def _nothing(output: Any) -> Tensor:

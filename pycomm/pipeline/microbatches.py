@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
-__all__ = ["are_alike", "check_alike", "cut_sizes", "merge", "n_samples", "split"]
+__all__ = ["are_alike", "check_alike", "cut", "cut_sizes", "merge", "n_samples", "split"]
 
 
 def _like(value: Any, items: Iterable[Any]) -> Any:
@@ -163,6 +163,15 @@ def split(
     by_arg = _pieces(args, args_spec, n, "args")
     by_name = _pieces(kwargs, kwargs_spec, n, "kwargs")
     return list(zip(by_arg, by_name, strict=True))
+
+
+def cut(value: Any, n: int, where: str) -> list[Any]:
+    """One value of each of ``n`` microbatches, along dimension 0; ``where`` names it in errors.
+
+    Raises:
+        ValueError: a tensor is too short to be cut.
+    """
+    return _pieces(value, None, n, where)
 
 
 def n_samples(value: Any) -> int | None:

@@ -286,11 +286,7 @@ class Step:
             self._give(number, number + 1, k, "", output)
         links = self._links_from(number)
         if sorted(skips.outgoing) != [name for name, _ in links] or skips.incoming:
-            raise RuntimeError(
-                f"stage {number}, microbatch {k}: stashed {sorted(skips.outgoing)} and did not pop "
-                f"{sorted(skips.incoming)}; by the schedule's skips it stashes {[n for n, _ in links]} and "
-                "pops all that come"
-            )
+            raise RuntimeError(f"stage {number}, microbatch {k}: {skips.differ([name for name, _ in links])}")
         for name, to in links:
             self._give(number, to, k, name, skips.outgoing[name])
             if self._far(to):

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining.microbatch import merge_chunks
 
 from pycomm.communicator import Communicator
 from pycomm.ddp.agree import check_agreement
 from pycomm.pipeline import microbatches, timeline
 from pycomm.pipeline.batch_norm import deferred_norms, deferring
-from pycomm.pipeline.checks import between_stages, together
+from pycomm.pipeline.checks import between_stages, coming, together
 from pycomm.pipeline.group import pipeline_communicator
 from pycomm.pipeline.losses import Losses, shared
 from pycomm.pipeline.replicas import with_replicas
@@ -72,7 +72,7 @@ class PipelineSchedule:
     Raises:
         ValueError: stages that do not fit the schedule or each other, no microbatches, an order that cannot
             be; on every rank where it is about the schedule.
-        TypeError: ``n_microbatches`` is no int; ValueError on the other ranks.
+        TypeError: a stage that is none; ``n_microbatches`` is no int (ValueError on the other ranks).
 
     Example:
         >>> from torch import nn
@@ -106,9 +106,15 @@ class PipelineSchedule:
         wire: str | None = None,
         wire_error_feedback: bool = False,
     ) -> None:
-        mine = [stages] if isinstance(stages, PipelineStage) else list(stages)
+        mine: list[Any] = [stages] if isinstance(stages, (PipelineStage, nn.Module)) else list(stages)
         if not mine:
             raise ValueError("a rank needs at least one stage")
+        for one in mine:
+            if not isinstance(one, PipelineStage):
+                raise TypeError(
+                    f"{type(self).__name__}: expected a PipelineStage or a list of them, got "
+                    f"{type(one).__name__}: write PipelineStage(module, stage_index, num_stages)"
+                )
         n_stages = mine[0].num_stages
         self._comm = pipeline_communicator(mine[0].group)
         self._stages = {stage.stage_index: stage for stage in mine}
@@ -148,8 +154,8 @@ class PipelineSchedule:
         p = self._comm.size
         if n_stages % p != 0:
             raise ValueError(
-                f"{self.schedule_name}: {n_stages} stages cannot be spread evenly over {p} ranks; give each "
-                "rank as many stages"
+                f"{self.schedule_name}: {n_stages} stages cannot be spread evenly over {p} ranks: "
+                f"num_stages must be a multiple of {p}, the same on every rank"
             )
         return build(self.schedule_name, p, n_microbatches, n_stages // p)
 
@@ -369,18 +375,21 @@ class PipelineSchedule:
         if self._has_agreed:
             return
         actions = hashlib.blake2b(self._given.to_csv().encode(), digest_size=8).hexdigest()
-        check_agreement(
-            self._comm,
-            "pipeline schedule",
-            [
+        with coming(self._comm, f"the first step of {self._order.name}"):
+            lines = [
                 f"schedule {self._order.name}",
                 f"n_microbatches {self._n_microbatches}",
                 f"actions {actions}",
                 f"skips {sorted(self._runtime.skips.items())}",
                 f"loss_on_all_ranks {self._shares_loss}",
                 f"wire {self._runtime.post.wire.wire}",
-            ],
-        )
-        between_stages(self._comm, self._stages, self._order.placement)
-        self._order = with_replicas(self._given, self._stages, self._comm)
+            ]
+            check_agreement(
+                self._comm,
+                "pipeline schedule",
+                lines,
+                "Every rank must make the same schedule class with the same arguments",
+            )
+            between_stages(self._comm, self._stages, self._order.placement)
+            self._order = with_replicas(self._given, self._stages, self._comm)
         self._has_agreed = True

@@ -39,6 +39,28 @@ class Skips:
         self.incoming = incoming
         self.outgoing: dict[str, Any] = {}
 
+    def differ(self, expected: list[str]) -> str:
+        """How a forward that is over differs from the schedule's skips, and what to do.
+
+        Args:
+            expected: what it should have stashed.
+        """
+        found = [
+            f"it stashed {name!r}, which no skip begins here with: give the schedule skips={{{name!r}: (this "
+            "stage, the stage that pops it)}"
+            for name in sorted(self.outgoing.keys() - set(expected))
+        ]
+        found += [
+            f"it did not stash {name!r}, though the schedule's skips have it begin here"
+            for name in expected
+            if name not in self.outgoing
+        ]
+        found += [
+            f"it did not pop {name!r}, though the schedule's skips have it end here"
+            for name in sorted(self.incoming)
+        ]
+        return "; ".join(found)
+
 
 _current: contextvars.ContextVar[Skips | None] = contextvars.ContextVar("pycomm.pipeline.skips", default=None)
 _alone: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
@@ -100,5 +122,6 @@ def pop(name: str) -> Any:
         where = now.where if now is not None else "outside of a schedule"
         raise RuntimeError(
             f"pop({name!r}) {where}: nothing of that name comes here; there are {sorted(held)}"
+            + ("; give the schedule skips={name: (stage that stashes it, this stage)}" if now else "")
         )
     return held.pop(name)

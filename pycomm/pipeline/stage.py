@@ -60,6 +60,7 @@ class PipelineStage:
             names.
 
     Raises:
+        TypeError: the submodule is no module.
         ValueError: an index that is none, a device without engine, or a checkpoint that is none.
 
     Example:
@@ -83,8 +84,14 @@ class PipelineStage:
         checkpoint_policy: Any = None,
         names: str | Mapping[str, str] | None = None,
     ) -> None:
+        if not isinstance(submodule, nn.Module):
+            raise TypeError(
+                f"stage {stage_index}: submodule must be a torch.nn.Module, got {type(submodule).__name__}"
+            )
         if not 0 <= stage_index < num_stages:
-            raise ValueError(f"stage_index must be in [0, {num_stages}), got {stage_index}")
+            raise ValueError(
+                f"stage_index must be in [0, num_stages), which is [0, {num_stages}), got {stage_index}"
+            )
         if torch.device(device).type != "cpu":
             raise ValueError(f"stage {stage_index}: pycomm has no engine for device {device}; use cpu")
         self.submod = submodule

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,18 +83,39 @@ def test_choose_puts_the_quickest_that_fits_first() -> None:
         (("show", "nothing"), "there is no pipeline schedule 'nothing'"),
         (("show", "no.csv"), "cannot read no.csv: No such file"),
         (("show", "1F1B", "-m", "0"), "the number of microbatches must be at least 1, got 0"),
-        (("show", "1F1B", "-v", "2"), "1F1B has 1 stages on a rank, not 2"),
+        (("show", "1F1B", "-v", "2"), "1F1B has 1 stage on a rank, not 2"),
         (("simulate", "1F1B", "--forward", "0"), "--forward must be a time above 0, got 0"),
         (("simulate", "1F1B", "--latency", "-1"), "--latency must be a time, got -1"),
         (("verify",), "give a schedule's name, or --all"),
         (("verify", "nothing"), "there is no pipeline schedule 'nothing'"),
         (("verify", "--all", "-m", "x"), "'x' is not a number of microbatches"),
+        (("verify", "no.csv"), "cannot read no.csv: No such file"),
+        (("show", "PipeDream2BW"), "PipeDream2BW runs on from step to step, and is a class only"),
+        (("simulate", "1F1B", "--latency", "nan"), "--latency must be a time, got nan"),
+        (("choose", "--max-activations", "0"), "--max-activations must be above 0, got 0"),
+        (("choose", "--max-stages-per-rank", "0"), "--max-stages-per-rank must be at least 1, got 0"),
     ],
 )
 def test_a_bad_argument_exits_with_2(arguments: tuple[str, ...], said: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert said in result.stderr
+
+
+def test_what_a_file_says_otherwise_is_not_left_out(tmp_path: Path) -> None:
+    own = tmp_path / "own.csv"
+    own.write_text(run("show", "ZBVZeroBubble", "-p", "2", "-m", "3", "--csv").stdout)
+    assert run("show", str(own), "-p", "2", "-m", "3", "-v", "2").exit_code == 0
+    for option, has in (("--ranks", 2), ("--microbatches", 3), ("--stages-per-rank", 2)):
+        for command in ("show", "simulate"):
+            result = run(command, str(own), option, "4")
+            assert result.exit_code == 2
+            assert f"{option} 4 does not go with {own}, which has {has}: leave it out" in result.stderr
+    own.write_text("0F0,0X0\n")
+    result = run("verify", str(own))
+    assert result.exit_code == 1 and result.stdout.startswith(f"{own}: '0X0' is no action")
+    own.write_bytes(b"\xff\xfe\xff")
+    assert "it is not text" in run("show", str(own)).stderr
 
 
 def test_the_package_names_what_it_has_before_it_imports_it():

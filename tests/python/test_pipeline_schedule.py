@@ -223,7 +223,7 @@ def test_what_is_wrong_is_named():
         build("2F2B", 2, 2)
     with pytest.raises(ValueError, match="number of microbatches must be at least 1, got 0"):
         build("1F1B", 2, 0)
-    with pytest.raises(ValueError, match="1F1B has 1 stages on a rank, not 2"):
+    with pytest.raises(ValueError, match="1F1B has 1 stage on a rank, not 2"):
         build("1F1B", 2, 2, 2)
 
 

@@ -97,6 +97,9 @@ def _commands(folder):
     (folder / "bad.json").write_text("{}")
     told = runner.invoke(app, ["choose", "--measured", str(folder / "bad.json")])
     assert told.exit_code == 2 and "not the file of a measured run" in told.output
+    for option, said in (("--ranks", "which has 2: leave it out"), ("--forward", "not both")):
+        told = runner.invoke(app, ["choose", "--measured", run, option, "3"])
+        assert told.exit_code == 2 and said in told.output
 
 
 @pytest.mark.parametrize("name", list(CATALOG))

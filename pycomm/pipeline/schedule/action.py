@@ -63,7 +63,9 @@ class Action(NamedTuple):
         """
         found = _TEXT.fullmatch(text.strip())
         if found is None:
-            raise ValueError(f"{text!r} is no action: expected STAGE KIND MICROBATCH, as 3F5; kinds: {KINDS}")
+            raise ValueError(
+                f"{text!r} is no action: expected STAGE KIND MICROBATCH, as 3F5; kinds are {', '.join(KINDS)}"
+            )
         if found[2] is None:
             return Action.reduce(int(found[1]))
         return Action(int(found[1]), found[2], int(found[3]))

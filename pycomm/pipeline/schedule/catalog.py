@@ -165,11 +165,18 @@ def build(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: int | N
     known = {key.lower(): entry for key, entry in CATALOG.items()}
     entry = known.get(name.lower())
     if entry is None:
-        raise ValueError(f"there is no pipeline schedule {name!r}; there are {', '.join(CATALOG)}")
+        more = (
+            ""
+            if name.lower() != "pipedream2bw"
+            else "; PipeDream2BW runs on from step to step, and is a class only"
+        )
+        raise ValueError(f"there is no pipeline schedule {name!r}; there are {', '.join(CATALOG)}{more}")
     v = stages_per_rank if stages_per_rank is not None else entry.stages_per_rank or 2
     for what, number in (("ranks", n_ranks), ("microbatches", n_microbatches), ("stages per rank", v)):
         if number < 1:
             raise ValueError(f"{entry.name}: the number of {what} must be at least 1, got {number}")
     if entry.stages_per_rank not in (None, v):
-        raise ValueError(f"{entry.name} has {entry.stages_per_rank} stages on a rank, not {v}")
+        stages = "1 stage" if entry.stages_per_rank == 1 else f"{entry.stages_per_rank} stages"
+        any_number = ", ".join(e.name for e in CATALOG.values() if e.stages_per_rank is None)
+        raise ValueError(f"{entry.name} has {stages} on a rank, not {v}; any number may have {any_number}")
     return entry.build(n_ranks, v, n_microbatches)

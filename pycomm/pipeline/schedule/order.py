@@ -124,7 +124,9 @@ class Order:
                     )
         n_microbatches = 1 + max((a.microbatch for ordered in ranks for a in ordered), default=-1)
         if sorted(holder) != list(range(len(holder))) or n_microbatches == 0:
-            raise ValueError(f"stages must be 0 … n-1 with at least one microbatch, got {sorted(holder)}")
+            raise ValueError(
+                f"the actions must be of stages 0 … n-1, with none left out, got those of {sorted(holder)}"
+            )
         placement = tuple(holder[stage] for stage in range(len(holder)))
         return Order(name, placement, n_microbatches, ranks)
 
