@@ -1,8 +1,8 @@
 """A model as a list of layers, of which each rank makes only its own.
 
 ``LayerSpec`` says how to make a layer, ``TiedLayerSpec`` that several places of the list share one weight;
-a layer that exists already (an ``nn.Sequential``'s) stands in the list as it is. :func:`split` cuts the
-list and makes this rank's stages.
+a layer that exists already (an ``nn.Sequential``'s), or a function, stands in the list as it is.
+:func:`plan` cuts the list, and its :meth:`Plan.stage` makes the layers of one stage.
 
 Source: DeepSpeed's PipelineModule, whose names these are.
 """
@@ -86,7 +86,45 @@ class _Called(nn.Module):
         return self._function(self.module, x)
 
 
-Layer = nn.Module | LayerSpec
+class _Function(nn.Module):
+    """A function in a list of layers."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self._function(*args)
+
+
+Layer = nn.Module | LayerSpec | Callable[..., Any]
+
+
+def _checked(layers: Sequence[Layer]) -> list[nn.Module | LayerSpec]:
+    """The layers, functions as modules.
+
+    Raises:
+        TypeError: one that is none.
+    """
+    given: Any = layers
+    if isinstance(given, nn.Module) and not isinstance(given, (nn.Sequential, nn.ModuleList)):
+        raise TypeError(
+            f"expected a list of layers or an nn.Sequential, got {type(given).__name__}; pipeline() cuts a "
+            "model as it is"
+        )
+    found: list[nn.Module | LayerSpec] = []
+    for number, layer in enumerate(given):
+        if isinstance(layer, (nn.Module, LayerSpec)):
+            found.append(layer)
+        elif isinstance(layer, type) or not callable(layer):
+            what = f"the class {layer.__name__}" if isinstance(layer, type) else type(layer).__name__
+            raise TypeError(
+                f"layer {number}: expected a module, a LayerSpec or a function, got {what}; a class is given "
+                "as LayerSpec(class, its arguments)"
+            )
+        else:
+            found.append(_Function(layer))
+    return found
 
 
 @dataclass(frozen=True)
@@ -123,7 +161,21 @@ class Plan:
 
         Parameters are named as in ``nn.Sequential`` of all layers, ``7.weight`` that of layer 7: independent
         of the cut.
+
+        Args:
+            layers: that the plan was made of.
+            index: of the stage.
+
+        Raises:
+            TypeError: a layer that is none.
+            ValueError: a stage that is none, or other layers than the plan's.
         """
+        n = self.parts[-1].stop
+        if not 0 <= index < len(self.parts):
+            raise ValueError(f"stage {index} is none of the {len(self.parts)} stages of this plan")
+        if len(layers) != n:
+            raise ValueError(f"the plan is of {n} layers, got {len(layers)}: give those that it was made of")
+        layers = _checked(layers)
         made: list[tuple[str, nn.Module]] = []
         shared: dict[str, nn.Module] = {}
         for number in self.parts[index]:
@@ -141,14 +193,16 @@ class Plan:
         return nn.Sequential(OrderedDict(made))
 
 
-def _n_parameters(layer: Layer) -> float:
+def _n_parameters(layer: nn.Module | LayerSpec) -> float:
     if isinstance(layer, LayerSpec):
         with torch.device("meta"):
             layer = layer.build()
     return float(sum(p.numel() for p in layer.parameters() if p.requires_grad))
 
 
-def _name(layer: Layer) -> str:
+def _name(layer: nn.Module | LayerSpec) -> str:
+    if isinstance(layer, _Function):
+        return getattr(layer._function, "__name__", type(layer._function).__name__)
     return (layer.typename if isinstance(layer, LayerSpec) else type(layer)).__name__
 
 
@@ -161,16 +215,27 @@ def measure(layers: Sequence[Layer], sample: Any, what: str, repeats: int = 3) -
         what: "time": seconds of forward and backward, the least of ``repeats``; "memory": bytes of
             parameters, their gradients and what the forward keeps for the backward.
         repeats: of the time.
+
+    Raises:
+        ValueError: a layer cannot compute what the one before gives; which, and on what.
     """
     costs: list[float] = []
     value = sample
-    for layer in layers:
+    for number, layer in enumerate(_checked(layers)):
         module = layer.build() if isinstance(layer, LayerSpec) else layer
         call: Callable[[Any], Any] = module
         if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
             call = _Called(module, layer.forward_fn)
         args = value if isinstance(value, tuple) else (value,)
-        cost, output = _time(call, args, repeats) if what == "time" else _memory(module, call, args)
+        try:
+            cost, output = _time(call, args, repeats) if what == "time" else _memory(module, call, args)
+        except Exception as error:
+            given = ", ".join(str(tuple(t.shape)) for t in leaves(value)) or "no tensor"
+            come = "the sample" if number == 0 else f"what layer {number - 1} made of the sample"
+            raise ValueError(
+                f"layer {number} ({_name(layer)}) cannot compute {come}, {given}: {type(error).__name__}: "
+                f"{error}"
+            ) from error
         costs.append(cost)
         value = output
     return costs
@@ -222,7 +287,7 @@ def plan(
     """Cuts a list of layers into stages.
 
     Args:
-        layers: modules and LayerSpecs, in order; each takes what the one before returns.
+        layers: modules, LayerSpecs and functions, in order; each takes what the one before returns.
         n_stages: of the pipeline.
         partition_method: what each stage should have as little of as can be: "uniform" (layers),
             "parameters", "type:REGEX" (layers whose class matches), "time" or "memory", measured on
@@ -231,22 +296,26 @@ def plan(
         speeds: of each stage's rank, where ranks differ.
 
     Raises:
-        ValueError: an unknown method, no sample where one is needed, fewer layers than stages, or no layer
-            whose class matches.
+        TypeError: a layer that is none.
+        ValueError: an unknown method, no sample where one is needed, or one that a layer cannot compute,
+            fewer layers than stages, or no layer whose class (or function's name) matches.
 
     Example:
         >>> layers = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU()]
         >>> plan(layers, 2).parts
         (range(0, 1), range(1, 4))
     """
-    layers = list(layers)
+    layers = _checked(layers)
     if partition_method == "uniform":
         costs = [1.0] * len(layers)
     elif partition_method == "parameters":
         costs = [_n_parameters(layer) for layer in layers]
     elif partition_method.startswith("type:"):
         pattern = partition_method.removeprefix("type:")
-        costs = [float(bool(re.search(pattern, _name(layer), re.IGNORECASE))) for layer in layers]
+        try:
+            costs = [float(bool(re.search(pattern, _name(layer), re.IGNORECASE))) for layer in layers]
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
         if not any(costs):
             names = sorted({_name(layer) for layer in layers})
             raise ValueError(f"no layer's class matches {pattern!r}; there are {', '.join(names)}")

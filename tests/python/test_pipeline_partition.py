@@ -60,12 +60,63 @@ def test_methods():
     for wrong, said in (
         ("type:conv", "no layer's class matches 'conv'; there are Linear, ReLU"),
         ("time", "is measured: give a sample"),
+        ("type:(", r"'\(' is no regular expression"),
         ("magic", "must be uniform, parameters, type:REGEX, time or memory, got 'magic'"),
     ):
         with pytest.raises(ValueError, match=said):
             plan(layers, 2, wrong)
     with pytest.raises(ValueError, match="6 layers cannot make 7 parts"):
         plan(layers, 7)
+
+
+def test_what_is_no_layer_is_told():
+    for wrong, said in (
+        (
+            [nn.ReLU(), nn.Linear],
+            "layer 1: expected a module, a LayerSpec or a function, got the class Linear",
+        ),
+        ([nn.ReLU(), 3], "layer 1: expected a module, a LayerSpec or a function, got int"),
+        (nn.Linear(2, 2), "expected a list of layers or an nn.Sequential, got Linear"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            plan(wrong, 2, "uniform")
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    found = plan(layers, 2)
+    for given, index, said in (
+        (layers, 2, "stage 2 is none of the 2"),
+        (layers[:1], 0, "of 2 layers, got 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            found.stage(given, index)
+    with pytest.raises(
+        ValueError, match=r"layer 0 \(Linear\) cannot compute the sample, \(1, 5\): RuntimeError"
+    ):
+        plan(layers, 2, "time", sample=torch.ones(1, 5))
+    layers.insert(1, nn.Linear(4, 3))
+    with pytest.raises(
+        ValueError, match=r"layer 2 .* what layer 1 made of the sample, \(1, 3\): RuntimeError"
+    ):
+        plan(layers, 2, "memory", sample=torch.ones(1, 4))
+
+
+def test_functions_stand_between_layers():
+    def double(x):
+        return 2 * x
+
+    layers = [nn.Linear(2, 2), double, LayerSpec(nn.Linear, 2, 2), lambda x: x + 1]
+    found = plan(layers, 2, "uniform")
+    assert plan(layers, 1, "type:double").costs == (1,)
+    stages = [found.stage(layers, index) for index in (0, 1)]
+    assert [name for stage in stages for name, _ in stage.named_parameters()] == [
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    ]
+    x = torch.ones(3, 2)
+    last = stages[1][0]
+    torch.testing.assert_close(stages[1](stages[0](x)), last(2 * layers[0](x)) + 1)
+    assert len(measure(layers, x, "memory")) == 4
 
 
 def test_time_and_memory_are_measured():

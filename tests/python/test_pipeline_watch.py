@@ -112,9 +112,14 @@ def test_a_slow_rank_is_named_in_a_warning_and_the_step_goes_on():
 
 def broken(rank, size):
     def fail():
+        watch, end = Watch(comm), time.monotonic() + 30
+        while (
+            "itself waits" not in watch.doing(0) and time.monotonic() < end
+        ):  # else it is told before it waits
+            time.sleep(0.01)
         raise ArithmeticError("no number")
 
-    _, run = step(rank, size, fail)
+    comm, run = step(rank, size, fail)
     began = time.monotonic()
     with pytest.raises(ArithmeticError if rank == 1 else CommError) as found:
         run()
