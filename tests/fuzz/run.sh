@@ -29,11 +29,11 @@ fi
 flags=(-std=c++20 -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all -Wall -Wextra -Wno-unused-parameter
   -Werror -DPYCOMM_HAS_SODIUM=1 -Icsrc -Itests/fuzz)
 objects=()
-for source in csrc/base/*.cc csrc/transport/tcp/*.cc; do
+for source in csrc/base/*.cc csrc/transport/*.cc csrc/transport/tcp/*.cc; do
   object=$out/$(echo "${source%.cc}" | tr / _).o
   objects+=("$object")
   # The whole folder is small: what is newer than its object, or where any header is, is compiled again.
-  if [ ! -e "$object" ] || [ -n "$(find "$source" csrc/base csrc/transport/tcp -name '*.h' -newer "$object" -o \
+  if [ ! -e "$object" ] || [ -n "$(find "$source" csrc/base csrc/transport -name '*.h' -newer "$object" -o \
     -path "$source" -newer "$object")" ]; then
     "$compiler" "${flags[@]}" -fsanitize=fuzzer-no-link,address,undefined -c "$source" -o "$object"
   fi
