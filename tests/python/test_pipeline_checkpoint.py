@@ -1,5 +1,11 @@
 """Activations computed again: the same gradients, once, and the memory that was promised."""
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -229,6 +235,27 @@ def flowing(rank, size):
 def test_the_peak_of_what_is_kept():
     run_ranks(1, memory)
     run_ranks(2, flowing)
+
+
+def test_the_example_of_the_documentation():
+    """8 MiB of gradients, and 1 MiB for each microbatch that is kept: 16, or 2, or 1/8 of it a microbatch."""
+    root = Path(__file__).parents[2]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [sys.executable, *launch, str(root / "examples" / "pipeline_memory.py")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = re.findall(r"(\w+) +checkpoint=(\w+) +peak ([\d.]+) MiB", ended.stdout)
+    peaks = {(name, which): float(mib) for name, which, mib in found}
+    assert len(peaks) == 6, ended.stdout
+    kept = {"GPipe": {"never": 16, "except_last": 3, "always": 2}, "1F1B": {"never": 2, "always": 1}}
+    for name, expected in kept.items():
+        for which, mib in expected.items():
+            assert 8 + mib <= peaks[name, which] <= 8 + mib + 3, (name, which, peaks)
 
 
 class InPlace(nn.Module):
