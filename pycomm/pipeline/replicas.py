@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -32,10 +33,12 @@ from pycomm.pipeline.schedule.simulate import Span
 from pycomm.pipeline.schedule.verify import verify
 from pycomm.pipeline.stage import PipelineStage
 from pycomm.tensor_parallel.group import communicator_of
+from pycomm.tensor_parallel.regions import lengths_of
 from pycomm.work import Work
 
 __all__ = ["Replicas", "with_replicas"]
 
+_PROVED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # wrappers whose ranks all have the same stage
 _TorchsOwn = nn.parallel.DistributedDataParallel
 
 
@@ -160,7 +163,11 @@ class Replicas:
             self._under_way, self._waiting = [], []
 
     def reduce(self, stage: int) -> None:
-        """Begins to average a stage's gradients. Collective over its replicas."""
+        """Begins to average a stage's gradients. Collective over its replicas.
+
+        Raises:
+            ValueError: the first time, that the wrapper's ranks are not the stage's replicas.
+        """
         relatives = {s for group in self._sharing if stage in group for s in group}
         if any(number in relatives for number, _, _ in self._under_way):
             self.finish()  # the same memory
@@ -168,6 +175,7 @@ class Replicas:
         for wrapper in self._wrappers[stage]:
             if wrapper not in self._waiting:
                 continue
+            _prove_replicas(stage, wrapper)
             self._waiting.remove(wrapper)
             began = (
                 wrapper.begin_reduction()
@@ -196,6 +204,25 @@ class Replicas:
             wrapper.require_forward_param_sync = True  # the next step's first forward gives buffers to all
         if first is not None:
             raise first
+
+
+def _prove_replicas(stage: int, wrapper: Any) -> None:
+    """Once for each wrapper: stages of equal shapes would be averaged with each other without a word."""
+    if wrapper in _PROVED:
+        return
+    stages = lengths_of(stage, _communicator_of(wrapper))
+    if any(other != stage for other in stages):
+        raise ValueError(
+            f"stage {stage}: its DistributedDataParallel would average it with other stages: its ranks have "
+            f"stages {stages}. Wrap a stage with its replicas' group: process_group=mesh.get_group('dp')"
+        )
+    _PROVED.add(wrapper)
+
+
+def _communicator_of(wrapper: Any) -> Communicator:
+    if isinstance(wrapper, DistributedDataParallel):
+        return wrapper.communicator
+    return communicator_of(wrapper.process_group, who="a stage's DistributedDataParallel: process_group")
 
 
 # ---- torch's own wrapper -----------------------------------------------------------------------------------
@@ -235,7 +262,7 @@ class _Works:
 
 def _reduce_torchs_own(wrapper: Any) -> _UnderWay:
     """Averages the gradients of torch's own wrapper over its group's ranks, by a communicator of ours."""
-    comm = communicator_of(wrapper.process_group, who="a stage's DistributedDataParallel: process_group")
+    comm = _communicator_of(wrapper)
     ignored = wrapper.parameters_to_ignore
     named = {n: p for n, p in wrapper.module.named_parameters() if p.requires_grad and n not in ignored}
     users = torch.tensor([p.grad is not None for p in named.values()], dtype=torch.int32)

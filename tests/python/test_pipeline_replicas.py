@@ -328,3 +328,26 @@ def breaking(rank, size):
 
 def test_a_step_that_breaks_on_one_replica_ends_on_all():
     assert run_ranks(4, breaking)[2] == "KeyError"
+
+
+def mixed(rank, size, name, v):
+    """Wrapped over all ranks, as a wrapper does without a group, though their stages are others."""
+    comm = pycomm.init()
+    pipe = comm.split(rank // 2)
+    order = build(name, 2, 4, v)
+    stages = [
+        PipelineStage(
+            pycomm.DistributedDataParallel(nn.Linear(2, 2), communicator=comm), i, 2 * v, group=pipe
+        )
+        for i in order.stages_of(pipe.rank)
+    ]
+    schedule = get_schedule_class(name)(stages, 4, loss_fn=nn.functional.mse_loss)
+    x = torch.ones(4, 2)
+    assert schedule.eval(x) is None or pipe.rank == order.placement[-1]
+    with pytest.raises((ValueError, pycomm.CommError), match="would average it with other stages: its ranks"):
+        schedule.step(x, target=x)
+
+
+@pytest.mark.parametrize(("name", "v"), [("1F1B", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)])
+def test_a_wrapper_over_other_stages_is_refused(name, v):
+    run_ranks(4, mixed, name, v, timeout=120)
