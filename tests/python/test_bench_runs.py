@@ -249,7 +249,7 @@ def test_pipelines_are_measured_beside_torchs(
     times = script.launch("overhead", 2, 3)
     assert {kind: len(found) for kind, found in times.items()} == {"alone": 3, "pycomm": 3, "torch": 3}
     assert all(seconds > 0 for found in times.values() for seconds in found)
-    run = {"measured": 0.30, "simulated": 0.25, "latency_s": 1e-4}
+    run = {"measured": 0.30, "simulated": 0.25, "latency_s": 1e-4, "dispatch_s": 1e-5}
     case = {
         "runs": [run],
         "pycomm": {"step_s": [0.44], "bubble": [0.30]},
