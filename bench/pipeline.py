@@ -26,13 +26,12 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from as_ranks import run_as_ranks
+from as_ranks import found_by_ranks, peak_bytes
 
 P, SLEEP_S = 4, 0.02
 CASES = (("1F1B", 8, 1), ("1F1B", 16, 1), ("Interleaved1F1B", 8, 2), ("Interleaved1F1B", 16, 2))
@@ -212,14 +211,6 @@ def overhead(n_steps: int, result: Path) -> None:
         result.write_text(json.dumps(dict(zip(kinds, times.tolist(), strict=True))))
 
 
-def resident(which: str) -> int:
-    """Bytes of VmRSS or VmHWM of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{which}:"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError(f"/proc/self/status has no {which}")
-
-
 def memory(name: str, result: Path) -> None:
     """Rank 0 writes the peak of the rank that holds most, above what it had before the step."""
     import torch
@@ -268,10 +259,7 @@ def memory(name: str, result: Path) -> None:
             schedule.step()
 
     step(small)  # what is loaded or made once
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins again
-    step(batch)
-    peak = torch.tensor([resident("VmHWM") - before])
+    peak = torch.tensor([peak_bytes(lambda: step(batch))])
     comm.all_reduce(peak, op="max")
     if comm.rank == 0:
         result.write_text(json.dumps(peak.item()))
@@ -279,12 +267,8 @@ def memory(name: str, result: Path) -> None:
 
 def launch(what: str, n_ranks: int, n_steps: int = 0) -> Any:
     """One run in fresh processes."""
-    with tempfile.TemporaryDirectory(prefix="pycomm-bench-") as folder:
-        result = Path(folder, "result.json")
-        arguments = ("--as-rank", str(result), "--what", what, "--steps", str(n_steps))
-        # Large tensors are then given back when they are freed, so that resident memory is what is used.
-        run_as_ranks(n_ranks, folder, __file__, *arguments, MALLOC_MMAP_THRESHOLD_="65536")
-        return json.loads(result.read_text())
+    # Large tensors are then given back when they are freed, so that resident memory is what is used.
+    return found_by_ranks(n_ranks, __file__, what, n_steps, MALLOC_MMAP_THRESHOLD_="65536")
 
 
 def as_rank(what: str, n_steps: int, result: Path) -> None:

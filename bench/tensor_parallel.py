@@ -22,13 +22,12 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from as_ranks import run_as_ranks
+from as_ranks import found_by_ranks, peak_bytes
 
 KINDS = ("alone", "pycomm", "torch")
 BLOCK_LIMIT, MEMORY_LIMIT, LOSS_LIMIT = 1 / 3, 1.05, 1 / 3
@@ -153,14 +152,6 @@ def model_bytes(result: Path) -> None:
         result.write_text(json.dumps(found))
 
 
-def resident(which: str) -> int:
-    """Bytes of VmRSS or VmHWM of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{which}:"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError(f"/proc/self/status has no {which}")
-
-
 def loss_bytes(gathers: bool, result: Path) -> None:
     """Rank 0 writes the largest rank's peak above what it had before the logits."""
     import torch
@@ -181,10 +172,7 @@ def loss_bytes(gathers: bool, result: Path) -> None:
             tp.vocab_parallel_cross_entropy(logits, target).backward()
 
     loss(2)  # what is loaded or made once
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins again
-    loss(1024)
-    peak = torch.tensor([resident("VmHWM") - before])
+    peak = torch.tensor([peak_bytes(lambda: loss(1024))])
     comm.all_reduce(peak, op="max")
     if comm.rank == 0:
         result.write_text(json.dumps(peak.item()))
@@ -192,12 +180,7 @@ def loss_bytes(gathers: bool, result: Path) -> None:
 
 def launch(what: str, n_ranks: int, n_steps: int = 0) -> Any:
     """One run in fresh processes."""
-    with tempfile.TemporaryDirectory(prefix="pycomm-bench-") as folder:
-        result = Path(folder, "result.json")
-        run_as_ranks(
-            n_ranks, folder, __file__, "--as-rank", str(result), "--what", what, "--steps", str(n_steps)
-        )
-        return json.loads(result.read_text())
+    return found_by_ranks(n_ranks, __file__, what, n_steps)
 
 
 def as_rank(what: str, n_steps: int, result: Path) -> None:
