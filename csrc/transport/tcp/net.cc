@@ -22,7 +22,6 @@ constexpr double kGoodbyeS = 2;      // for what is queued when a process ends
 constexpr double kLastWordsS = 0.5;  // for what a peer has sent, when nothing can be sent to it any more
 constexpr size_t kMaxWhy = 1000;     // bytes, of why a peer left
 constexpr int kMaxGreeting = 64;     // connections that have not proved themselves, beyond the job's own
-constexpr int kIoBufferBytes = 0;    // the system's choice: it grows with the connection
 
 // What an event is of, in epoll's 64 bits.
 enum class Of : uint64_t { kListener, kKick, kReceiver, kSender };
@@ -257,7 +256,7 @@ void Net::queue(int peer, int lane, Outgoing message) {
 
 void Net::open(int peer, int lane) {
   Peer& p = peers_[static_cast<size_t>(peer)];
-  Sender::Route route{options_.at, p.address, terms(), p.name, options_.connect_timeout_s, kIoBufferBytes};
+  Sender::Route route{options_.at, p.address, terms(), p.name, options_.connect_timeout_s};
   route.terms.from_rank = static_cast<uint32_t>(options_.rank);
   route.terms.to_rank = static_cast<uint32_t>(peer);
   route.terms.channel = static_cast<uint32_t>(lane);

@@ -23,8 +23,6 @@ Status Sender::open(const Secret& secret, Route route) {
   PYCOMM_RETURN_IF_ERROR(Connector::start(route_.from, route_.to, route_.who, deadline_ns_, &connector_));
   fd_ = connector_->fd();
   setsockopt(fd_, IPPROTO_TCP, TCP_USER_TIMEOUT, &kUserTimeoutMs, sizeof kUserTimeoutMs);
-  if (route_.io_buffer_bytes > 0)
-    setsockopt(fd_, SOL_SOCKET, SO_SNDBUF, &route_.io_buffer_bytes, sizeof route_.io_buffer_bytes);
   return Status();
 }
 

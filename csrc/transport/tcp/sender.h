@@ -30,7 +30,6 @@ class Sender {
     Terms terms;
     std::string who;
     double connect_timeout_s;
-    int io_buffer_bytes;  // of the socket; 0: the system's choice
   };
   // Begins to connect. `fd()` is then to be watched for both directions.
   Status open(const Secret& secret, Route route);
