@@ -57,7 +57,7 @@ Buffer slice_of(const Buffer& from, uint64_t at, uint64_t n, size_t elem_size);
 
 class Hierarchy {
  public:
-  static constexpr size_t kTileBytes = size_t{4} << 20;
+  static constexpr size_t kTileBytes = size_t{2} << 20;
 
   Hierarchy(Group& group, Engine& engine, const Selector& selector, Placement placement,
             std::shared_ptr<Net> net, uint64_t id, std::vector<int> job_ranks);

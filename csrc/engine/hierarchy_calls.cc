@@ -51,7 +51,6 @@ Status Hierarchy::all_reduce() {
                                     Buffer(stage, cut[mine]), cut, 0));
       PYCOMM_RETURN_IF_ERROR(
           start(&flights_[t % kFlights], Collective::kAllReduce, stage, stage, cut[mine], {}, 0));
-      if (n_tiles > 1) remote_->net().unattended();
     }
     if (t + 1 < kFlights) continue;
     const uint64_t back = t + 1 - kFlights;

@@ -501,14 +501,6 @@ Status Net::wait(std::unique_lock<std::mutex>& l, const std::function<bool()>& r
   return ready() ? Status() : std::move(s);
 }
 
-void Net::unattended() {
-  {
-    std::lock_guard l(mutex_);
-    left_at_s_ = 0;
-  }
-  cv_.notify_all();
-}
-
 std::string Net::strangers() const { return listener_->strangers(); }
 
 uint64_t Net::bytes_sent() const {

@@ -84,9 +84,6 @@ class Net {
   // 100 ms: what may end the wait early; `before_block` once, before the first sleep.
   Status wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& ready, WaitClient& client);
 
-  // The caller goes away and leaves messages under way: the background thread takes over at once.
-  void unattended();
-
   // "3 foreign connections: …", or nothing.
   std::string strangers() const;
   uint64_t bytes_sent() const;
