@@ -16,6 +16,7 @@
 namespace pycomm {
 
 int64_t now_ns();  // CLOCK_MONOTONIC
+inline double clock_s() { return 1e-9 * static_cast<double>(now_ns()); }
 
 // Non-blocking, CLOEXEC, TCP_NODELAY: what every socket here is.
 Status prepare_socket(int fd);

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstdio>
 #include <cstring>
 
 #include "transport/node.h"
@@ -16,18 +15,13 @@ namespace pycomm {
 
 namespace {
 constexpr int kEvents = 64;
-constexpr double kGreetS = 5;        // for a stranger to prove himself
-constexpr double kLingerS = 1e-3;    // how long the thread leaves the loop to callers that come and go
-constexpr double kGoodbyeS = 2;      // for what is queued when a process ends
-constexpr double kLastWordsS = 0.5;  // for what a peer has sent, when nothing can be sent to it any more
-constexpr size_t kMaxWhy = 1000;     // bytes, of why a peer left
-constexpr int kMaxGreeting = 64;     // connections that have not proved themselves, beyond the job's own
+constexpr double kGreetS = 5;      // for a stranger to prove himself
+constexpr double kLingerS = 1e-3;  // how long the thread leaves the loop to callers that come and go
+constexpr int kMaxGreeting = 64;   // connections that have not proved themselves, beyond the job's own
 
 // What an event is of, in epoll's 64 bits.
 enum class Of : uint64_t { kListener, kKick, kReceiver, kSender };
 uint64_t tag(Of of, uint64_t number) { return static_cast<uint64_t>(of) << 56 | number; }
-
-double seconds() { return 1e-9 * static_cast<double>(now_ns()); }
 
 uint64_t hash_text(const std::string& text) {  // FNV-1a: the same on every host
   uint64_t h = 14695981039346656037u;
@@ -52,25 +46,6 @@ class Net::Waiting final : public Sink {
   Net& net_;
 };
 
-class Net::Own final : public Sink {
- public:
-  explicit Own(Net& net) : net_(net) {}
-  std::byte* landing(int, const MessageHeader&) override { return nullptr; }
-  void arrived(int peer, const MessageHeader& h, std::byte* data, std::unique_ptr<std::byte[]>) override {
-    const size_t n =
-        h.n_bytes == 0 ? 0 : utf8_prefix({reinterpret_cast<const char*>(data), h.n_bytes}, kMaxWhy);
-    std::string why(reinterpret_cast<const char*>(data), n);
-    net_.peers_[static_cast<size_t>(peer)].left[h.count] = {h.extra, std::move(why)};
-  }
-  void sent(uint64_t) override {}
-  void lost(int, const Status&) override {}
-  void left(int, const std::string&) override {}
-  void tick() override {}
-
- private:
-  Net& net_;
-};
-
 uint64_t Net::current_generation_() { return Node::current_fork_generation(); }
 
 Status Net::create(NetOptions options, Secret secret, std::shared_ptr<Net>* out) {
@@ -82,7 +57,7 @@ Status Net::create(NetOptions options, Secret secret, std::shared_ptr<Net>* out)
   net->options_ = std::move(options);
   net->secret_ = std::move(secret);
   net->waiting_ = std::make_unique<Waiting>(*net);
-  net->own_ = std::make_unique<Own>(*net);
+  net->own_ = net->make_own();
   net->epoll_fd_ = epoll_create1(EPOLL_CLOEXEC);
   net->kick_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (net->epoll_fd_ < 0 || net->kick_fd_ < 0) return Status::from_errno("epoll", errno);
@@ -105,23 +80,7 @@ Net::~Net() {
   } else {
     if (thread_.joinable()) {
       std::unique_lock l(mutex_);
-      MessageHeader bye;
-      bye.kind = static_cast<uint8_t>(NetKind::kGoodbye);
-      for (size_t q = 0; q < peers_.size(); q++) {
-        for (size_t lane = 0; lane < peers_[q].lanes.size(); lane++) {
-          if (!peers_[q].lanes[lane].idle() && peers_[q].lost.ok())
-            send_copy(static_cast<int>(q), static_cast<int>(lane), bye, nullptr);
-        }
-      }
-      const double end_s = seconds() + kGoodbyeS;
-      const auto empty = [&] {
-        return std::all_of(peers_.begin(), peers_.end(), [](const Peer& p) {
-          return !p.lost.ok() || !p.broken.ok() ||
-                 std::all_of(p.lanes.begin(), p.lanes.end(),
-                             [](const Sender& s) { return s.idle() || s.empty(); });
-        });
-      };
-      while (!empty() && seconds() < end_s) cv_.wait_for(l, std::chrono::milliseconds(10));
+      say_goodbye(l);
       stop_ = true;
     }
     cv_.notify_all();
@@ -196,22 +155,6 @@ bool Net::connected(int peer) const {
   return !p.lanes.empty() && p.lost.ok() && (!p.lanes[0].idle() || receives_from(peer));
 }
 
-void Net::tell_left(int peer, uint64_t group, const std::string& why) {
-  Peer& p = peers_[static_cast<size_t>(peer)];
-  if (!p.told.insert(group).second) return;
-  MessageHeader h;
-  h.kind = static_cast<uint8_t>(NetKind::kLeft);
-  h.count = group;
-  h.extra = p.n_sent[group];
-  h.n_bytes = utf8_prefix(why, kMaxWhy);
-  send_copy(peer, 0, h, why.data());
-}
-
-bool Net::receives_from(int peer) const {
-  return std::any_of(receivers_.begin(), receivers_.end(),
-                     [peer](const auto& r) { return r.second->peer() == peer; });
-}
-
 void Net::forget(Sink* sink) {
   for (auto& [number, receiver] : receivers_) receiver->forget(sink);
   const auto group =
@@ -276,17 +219,6 @@ void Net::pump(int peer, int lane) {
   if (!s.ok()) cannot_send(peer, std::move(s));
 }
 
-// A process that ends closes what it receives on at once, while its last words may still be on their way: its
-// connections to us say when it is over, or else the time.
-void Net::cannot_send(int peer, Status why) {
-  Peer& p = peers_[static_cast<size_t>(peer)];
-  if (!p.lost.ok() || !p.broken.ok()) return;
-  if (!receives_from(peer)) return lose(peer, std::move(why));
-  p.broken = std::move(why);
-  p.broken_at_s = seconds();
-  for (Sender& s : p.lanes) s.abandon();
-}
-
 // ---- receiving -------------------------------------------------------------------------------------------
 
 void Net::accept_all() {
@@ -334,7 +266,8 @@ void Net::pump(Receiver* receiver) {
     return nullptr;
   };
   bool more = false;
-  const Status s = receiver->pump(find, &more);
+  const auto may_come = [this](const Receiver& r, int peer, uint32_t lane) { return admit(r, peer, lane); };
+  const Status s = receiver->pump(may_come, find, &more);
   if (!s.ok()) return end(receiver, s);
   if (more)
     again_.insert(number);
@@ -342,75 +275,10 @@ void Net::pump(Receiver* receiver) {
     again_.erase(number);
 }
 
-void Net::end(Receiver* receiver, const Status& why) {
-  const int peer = receiver->peer();
-  if (peer < 0 && !receiver->authenticated() && listener_->note_stranger(receiver->from())) {
-    std::fprintf(stderr, "pycomm: rank %d refused a connection: %s (%s)\n", options_.rank,
-                 why.message().c_str(), listener_->strangers().c_str());
-  }
-  again_.erase(receiver->number);
-  receivers_.erase(receiver->number);
-  if (peer < 0) return;
-  Peer& p = peers_[static_cast<size_t>(peer)];
-  if (!p.said_goodbye) return lose(peer, why.clone());
-  if (receives_from(peer)) return;  // its other lanes may still have something
-  lose(peer, Status::error(Code::kPeerLost, format("%s has ended", p.name.c_str())));
-}
-
-void Net::lose(int peer, Status why) {
-  Peer& p = peers_[static_cast<size_t>(peer)];
-  if (!p.lost.ok()) return;
-  p.lost = std::move(why);
-  for (Sender& s : p.lanes) s.abandon();
-  for (const auto& [group, last] : p.left) {  // the reason that it gave counts more than that it has ended
-    const auto sink = sinks_.find(group);
-    if (sink != sinks_.end()) sink->second->left(peer, last.why);
-  }
-  p.left.clear();
-  for (const auto& [group, sink] : sinks_) sink->lost(peer, p.lost);
-}
-
 // ---- the loop --------------------------------------------------------------------------------------------
 
-void Net::beat(double now_s) {
-  MessageHeader header;
-  header.kind = static_cast<uint8_t>(NetKind::kBeat);
-  for (size_t q = 0; q < peers_.size(); q++) {
-    Peer& p = peers_[q];
-    if (!p.lost.ok() || !p.broken.ok() || now_s - p.beat_at_s < kBeatS) continue;
-    p.beat_at_s = now_s;
-    for (size_t lane = 0; lane < p.lanes.size(); lane++) {
-      Sender& s = p.lanes[lane];
-      if (s.is_open() && s.empty())
-        send_copy(static_cast<int>(q), static_cast<int>(lane), header, nullptr);
-      else if (!s.idle())
-        pump(static_cast<int>(q), static_cast<int>(lane));  // deadlines of connecting and greeting
-    }
-  }
-}
-
-void Net::look_at_peers(double now_s) {
-  for (size_t q = 0; q < peers_.size(); q++) {
-    Peer& p = peers_[q];
-    const auto peer = static_cast<int>(q);
-    if (p.lost.ok() && !p.broken.ok() && now_s - p.broken_at_s > kLastWordsS) lose(peer, p.broken.clone());
-    const bool in_message = std::any_of(receivers_.begin(), receivers_.end(), [peer](const auto& r) {
-      return r.second->peer() == peer && r.second->in_message();
-    });
-    for (auto it = p.left.begin(); it != p.left.end() && !in_message;) {
-      if (p.n_received[it->first] < it->second.n_sent) {
-        ++it;
-        continue;
-      }
-      const auto sink = sinks_.find(it->first);
-      if (sink != sinks_.end()) sink->second->left(peer, it->second.why);
-      it = p.left.erase(it);
-    }
-  }
-}
-
 void Net::tick() {
-  const double now_s = seconds();
+  const double now_s = clock_s();
   if (now_s - ticked_s_ < 0.1) return;
   ticked_s_ = now_s;
   beat(now_s);
@@ -458,7 +326,7 @@ void Net::turn(std::unique_lock<std::mutex>& l, int timeout_ms) {
 void Net::serve() {
   std::unique_lock l(mutex_);
   while (!stop_) {
-    if (driving_ || callers_ > 0 || seconds() - left_at_s_ < kLingerS) {
+    if (driving_ || callers_ > 0 || clock_s() - left_at_s_ < kLingerS) {
       cv_.wait_for(l, std::chrono::milliseconds(callers_ > 0 ? kSliceMs : 1));
       continue;
     }
@@ -475,7 +343,7 @@ Status Net::wait(std::unique_lock<std::mutex>& l, const std::function<bool()>& r
   if (background_) eventfd_write(kick_fd_, 1);
   Status s;
   int polls = polls_;
-  double looked_s = seconds();
+  double looked_s = clock_s();
   while (!ready()) {
     if (polls == 0) {
       l.unlock();
@@ -488,15 +356,15 @@ Status Net::wait(std::unique_lock<std::mutex>& l, const std::function<bool()>& r
     else
       turn(l, polls > 0 ? 0 : kSliceMs);
     polls--;
-    if (seconds() - looked_s < 0.05) continue;
-    looked_s = seconds();
+    if (clock_s() - looked_s < 0.05) continue;
+    looked_s = clock_s();
     if (ready()) break;
     l.unlock();
     s = client.check(-1);
     l.lock();
     if (!s.ok()) break;
   }
-  left_at_s_ = seconds();
+  left_at_s_ = clock_s();
   if (--callers_ > 0) cv_.notify_all();  // one of them drives on
   return ready() ? Status() : std::move(s);
 }

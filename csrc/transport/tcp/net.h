@@ -114,7 +114,7 @@ class Net {
     std::unique_ptr<std::byte[]> own;
   };
   class Waiting;  // takes what has no group yet
-  class Own;      // takes what is for the Net itself
+  class Own;      // takes what is for the Net itself (loss.cc)
 
   Net() = default;
   void serve();
@@ -127,6 +127,9 @@ class Net {
   void watch(int fd, uint64_t what);
   void lose(int peer, Status why);
   void cannot_send(int peer, Status why);
+  Status admit(const Receiver& fresh, int peer, uint32_t lane) const;
+  std::unique_ptr<Sink> make_own();
+  void say_goodbye(std::unique_lock<std::mutex>& lock);
   bool receives_from(int peer) const;
   void tell_left(int peer, uint64_t group, const std::string& why);
   void look_at_peers(double now_s);
@@ -152,7 +155,7 @@ class Net {
   std::set<uint64_t> closed_;  // groups that were here
   std::map<uint64_t, std::list<Early>> early_;
   std::unique_ptr<Waiting> waiting_;
-  std::unique_ptr<Own> own_;
+  std::unique_ptr<Sink> own_;
   bool driving_ = false;     // somebody is in the loop
   bool background_ = false;  // it is the thread
   int callers_ = 0;

@@ -21,11 +21,15 @@ Receiver::~Receiver() {
   if (channel_ == nullptr && fd_ >= 0) ::close(fd_);
 }
 
-Status Receiver::greet() {
+Status Receiver::greet(const Admit& admit) {
   bool wants_write = false;
   PYCOMM_RETURN_IF_ERROR(drive(&greeting_, fd_, &wants_write));
   if (!greeting_.done()) return Status();
   const int peer = static_cast<int>(greeting_.peer().from_rank);
+  lane_ = greeting_.peer().channel;
+  Status admitted = admit(*this, peer, lane_);
+  refused_ = !admitted.ok();
+  PYCOMM_RETURN_IF_ERROR(std::move(admitted));
   const int fd = fd_;
   PYCOMM_RETURN_IF_ERROR(Channel::open(fd, greeting_.take_session(), &channel_));
   peer_ = peer;
@@ -81,10 +85,10 @@ Status Receiver::parse(const Find& find) {
   return Status();
 }
 
-Status Receiver::pump(const Find& find, bool* more) {
+Status Receiver::pump(const Admit& admit, const Find& find, bool* more) {
   *more = false;
   if (channel_ == nullptr) {
-    PYCOMM_RETURN_IF_ERROR(greet());
+    PYCOMM_RETURN_IF_ERROR(greet(admit));
     if (channel_ == nullptr) return Status();
   }
   for (size_t turn = 0; turn < kTurnBytes;) {

@@ -21,6 +21,9 @@ class Receiver {
   // Finds the sink of a group; null: there is none (yet, or any more).
   using Find = std::function<Sink*(int peer, const MessageHeader&)>;
 
+  // Whether a peer that has just proved itself may go on; else why not.
+  using Admit = std::function<Status(const Receiver&, int peer, uint32_t lane)>;
+
   Receiver(int fd, Address from, Handshake greeting);
   ~Receiver();
   Receiver(const Receiver&) = delete;
@@ -28,12 +31,15 @@ class Receiver {
 
   // Greets, then reads until the socket is empty or kTurnBytes have come (*more). A message whose header is
   // not one of pycomm's ends the connection.
-  Status pump(const Find& find, bool* more);
+  Status pump(const Admit& admit, const Find& find, bool* more);
   // A message that is coming in for this sink goes nowhere from now on.
   void forget(const Sink* sink);
 
   int fd() const { return fd_; }
-  int peer() const { return peer_; }  // -1 before it has been authenticated
+  int peer() const { return peer_; }  // -1 before it has been authenticated and admitted
+  uint32_t lane() const { return lane_; }
+  bool refused() const { return refused_; }                 // by `admit`
+  std::string who() const { return greeting_.peer().who; }  // "host b, pid 811"; when authenticated
   const Address& from() const { return from_; }
   bool greeting() const { return channel_ == nullptr; }
   bool authenticated() const { return channel_ != nullptr || greeting_.authenticated(); }
@@ -41,7 +47,7 @@ class Receiver {
   bool in_message() const { return have_header_ || filled_ > begin_; }
 
  private:
-  Status greet();
+  Status greet(const Admit& admit);
   Status parse(const Find& find);
   Status begin_payload(const Find& find);
   void end_payload();
@@ -51,6 +57,8 @@ class Receiver {
   Handshake greeting_;
   std::unique_ptr<Channel> channel_;
   int peer_ = -1;
+  uint32_t lane_ = 0;
+  bool refused_ = false;
 
   std::vector<std::byte> buffer_;
   size_t begin_ = 0, filled_ = 0;  // what of the buffer has been read and not been looked at
