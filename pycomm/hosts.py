@@ -117,6 +117,13 @@ def _flag(name: str) -> bool:
     return text == "1"
 
 
+def _zero_copy() -> str:
+    text = os.environ.get("PYCOMM_ZERO_COPY") or "auto"
+    if text not in ("auto", "0", "1"):
+        raise ValueError(f"PYCOMM_ZERO_COPY must be auto, 0 or 1, got {text!r}")
+    return text
+
+
 def _n_sockets() -> int:
     text = os.environ.get("PYCOMM_SOCKETS", "1")
     if not text.isdecimal() or not 1 <= int(text) <= 16:
@@ -183,6 +190,7 @@ def _net(key: str, rank: int, size: int, master: str, secret: str) -> _C.Net:
         os.environ.get("PYCOMM_PORT_RANGE", ""),
         n_sockets,
         encrypt,
+        _zero_copy(),
         bytes.fromhex(secret),
         os.environ.get("PYCOMM_SECRET_FILE", ""),
         key,

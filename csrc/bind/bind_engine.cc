@@ -165,7 +165,8 @@ std::unique_ptr<PyCommunicator> join(const std::string& folder, int rank, int si
 // This process's connections to those on other hosts. `towards`: an address or name that the others know, or
 // "". The secret is the file's, or where that is "" these bytes.
 std::shared_ptr<Net> make_net(int rank, int size, const std::string& interfaces, const std::string& towards,
-                              const std::string& ports, int n_lanes, bool encrypt, const py::bytes& secret,
+                              const std::string& ports, int n_lanes, bool encrypt,
+                              const std::string& zero_copy, const py::bytes& secret,
                               const std::string& secret_file, const std::string& job,
                               const std::string& settings, const std::string& host,
                               double connect_timeout_s) {
@@ -174,6 +175,9 @@ std::shared_ptr<Net> make_net(int rank, int size, const std::string& interfaces,
   o.size = size;
   o.n_lanes = n_lanes;
   o.encrypt = encrypt;
+  o.zero_copy = zero_copy == "1"   ? ZeroCopy::Mode::kAlways
+                : zero_copy == "0" ? ZeroCopy::Mode::kOff
+                                   : ZeroCopy::Mode::kAuto;
   o.job = job;
   o.settings_text = settings;
   o.host = host;

@@ -87,12 +87,13 @@ class Net(metaclass=_Pybind11Type):
         arg4: str,
         arg5: int,
         arg6: bool,
-        arg7: bytes,
-        arg8: str,
+        arg7: str,
+        arg8: bytes,
         arg9: str,
         arg10: str,
         arg11: str,
-        arg12: float,
+        arg12: str,
+        arg13: float,
         /,
     ) -> None: ...
     @property

@@ -69,17 +69,17 @@ Status Channel::lost(const char* doing, int err) const {
                        format("%s %s failed: %s%s", doing, peer_.c_str(), why, route_.c_str()));
 }
 
-Status Channel::send_some(const iovec* parts, int n_parts, size_t* n) {
+Status Channel::send_some(const iovec* parts, int n_parts, int flags, size_t* n) {
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(parts);
   message.msg_iovlen = static_cast<size_t>(std::min(n_parts, IOV_MAX));
   *n = 0;
   ssize_t rc;
   do {
-    rc = sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    rc = sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL | flags);
   } while (rc < 0 && errno == EINTR);
   if (rc < 0) {
-    if (errno == EAGAIN) return Status();
+    if (errno == EAGAIN || (errno == ENOBUFS && (flags & MSG_ZEROCOPY) != 0)) return Status();
     write_failure_ = lost("sending to it", errno);
     return write_failure_.clone();
   }
@@ -112,9 +112,26 @@ Status Channel::write(const iovec* parts, int n_parts, size_t* n_written) {
   if (!write_failure_.ok()) [[unlikely]]
     return write_failure_.clone();
   Status status =
-      writer_ == nullptr ? send_some(parts, n_parts, n_written) : write_records(parts, n_parts, n_written);
+      writer_ == nullptr ? send_some(parts, n_parts, 0, n_written) : write_records(parts, n_parts, n_written);
   n_written_.fetch_add(*n_written, std::memory_order_relaxed);
   return status;
+}
+
+Status Channel::write_plain(const iovec* parts, int n_parts, int flags, size_t* n_written, bool* begun) {
+  *n_written = 0;
+  *begun = false;
+  if (!write_failure_.ok()) [[unlikely]]
+    return write_failure_.clone();
+  PYCOMM_RETURN_IF_ERROR(send_some(parts, n_parts, flags, n_written));
+  if ((flags & MSG_ZEROCOPY) != 0) {
+    *begun = *n_written > 0;
+    if (*begun)
+      zero_copy_.began();
+    else  // full, or no pages can be pinned: only a copy tells which
+      PYCOMM_RETURN_IF_ERROR(send_some(parts, n_parts, 0, n_written));
+  }
+  n_written_.fetch_add(*n_written, std::memory_order_relaxed);
+  return Status();
 }
 
 Status Channel::read(const iovec* parts, int n_parts, size_t* n_read) {
@@ -142,7 +159,7 @@ Status Channel::flush() {
     const std::span<const uint8_t> pending = writer_->pending();
     const iovec part{const_cast<uint8_t*>(pending.data()), pending.size()};
     size_t n = 0;
-    PYCOMM_RETURN_IF_ERROR(send_some(&part, 1, &n));
+    PYCOMM_RETURN_IF_ERROR(send_some(&part, 1, 0, &n));
     if (n == 0) break;
     writer_->sent(n);
   }

@@ -26,6 +26,7 @@
 
 #include "base/status.h"
 #include "transport/tcp/handshake.h"
+#include "transport/tcp/zero_copy.h"
 
 namespace pycomm {
 
@@ -45,6 +46,10 @@ class Channel {
   // *n_written: how many bytes of the parts, in their order, were taken; 0 and OK: would block. kPeerLost
   // with a text on a reset; how much of the parts went is then not said.
   Status write(const iovec* parts, int n_parts, size_t* n_written);
+  // The same with flags of sendmsg, on a plain Channel. MSG_ZEROCOPY: *begun tells whether the kernel took it
+  // so; then the parts keep their contents until zero_copy() has completed that send.
+  Status write_plain(const iovec* parts, int n_parts, int flags, size_t* n_written, bool* begun);
+  ZeroCopy& zero_copy() { return zero_copy_; }
   // 0 and OK: would block. kPeerLost with a text on a reset, at the end of the stream, and for a broken
   // record.
   Status read(const iovec* parts, int n_parts, size_t* n_read);
@@ -67,7 +72,7 @@ class Channel {
   Channel() = default;
   Status lost(const char* doing, int err) const;  // err 0: the peer closed the connection
   // One system call each; *n = 0 and OK: would block.
-  Status send_some(const iovec* parts, int n_parts, size_t* n);
+  Status send_some(const iovec* parts, int n_parts, int flags, size_t* n);
   Status receive_some(const iovec* parts, int n_parts, size_t* n);
   Status write_records(const iovec* parts, int n_parts, size_t* n_written);
   Status read_records(const iovec* parts, int n_parts, size_t* n_read);
@@ -76,6 +81,7 @@ class Channel {
   std::string peer_;
   std::string route_;  // ", 10.0.0.1:4000 to 10.0.0.2:50001": for messages
   Status write_failure_, read_failure_;
+  ZeroCopy zero_copy_;
   std::unique_ptr<RecordWriter> writer_;
   std::unique_ptr<RecordReader> reader_;
   std::atomic<uint64_t> n_written_{0}, n_read_{0}, n_sent_{0}, n_received_{0};

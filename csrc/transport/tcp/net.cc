@@ -199,7 +199,8 @@ void Net::queue(int peer, int lane, Outgoing message) {
 
 void Net::open(int peer, int lane) {
   Peer& p = peers_[static_cast<size_t>(peer)];
-  Sender::Route route{options_.at, p.address, terms(), p.name, options_.connect_timeout_s};
+  Sender::Route route{options_.at,       p.address, terms(), p.name, options_.connect_timeout_s,
+                      options_.zero_copy};
   route.terms.from_rank = static_cast<uint32_t>(options_.rank);
   route.terms.to_rank = static_cast<uint32_t>(peer);
   route.terms.channel = static_cast<uint32_t>(lane);

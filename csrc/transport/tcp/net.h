@@ -39,6 +39,7 @@ struct NetOptions {
   PortRange ports;  // where to listen
   int n_lanes = 1;  // connections from a process to a peer, at most
   bool encrypt = false;
+  ZeroCopy::Mode zero_copy = ZeroCopy::Mode::kAuto;
   std::string job;            // its name: run id, restart count, and which of the process's groups
   std::string settings_text;  // what must be the same in all processes, as a person writes it
   std::string host;

@@ -49,11 +49,66 @@ Status Sender::greet() {
   if (!greeting_->done()) return Status();
   s = Channel::open(fd_, greeting_->take_session(), &channel_);
   greeting_.reset();
+  if (s.ok() && !channel_->encrypted()) channel_->zero_copy().enable(fd_, route_.zero_copy);
   return s;
+}
+
+bool Sender::goes_without_copy(const Outgoing& m) const {
+  return m.header.n_bytes >= ZeroCopy::kMinBytes && channel_->zero_copy().worthwhile();
+}
+
+// The first message has left, as far as the queue is concerned.
+void Sender::finish_first() {
+  Outgoing m = std::move(queue_.front());
+  queue_.pop_front();
+  done_ -= sizeof(MessageHeader) + m.header.n_bytes;
+  if (without_copy_) {
+    unacknowledged_.push_back({std::move(m), channel_->zero_copy().n_begun()});
+    without_copy_ = false;
+  } else if (m.sink != nullptr) {
+    m.sink->sent(m.token);
+  }
+}
+
+// Its header, which moves within the queue, as a copy, its payload without one.
+Status Sender::write_large(bool* blocked) {
+  const Outgoing& m = queue_.front();
+  size_t written = 0;
+  bool begun = false;
+  if (done_ < sizeof m.header) {
+    const iovec header{reinterpret_cast<std::byte*>(const_cast<MessageHeader*>(&m.header)) + done_,
+                       sizeof m.header - done_};
+    PYCOMM_RETURN_IF_ERROR(channel_->write_plain(&header, 1, MSG_MORE, &written, &begun));
+    done_ += written;
+    *blocked = written < header.iov_len;
+    if (*blocked) return Status();
+  }
+  const size_t at = done_ - sizeof m.header;
+  const iovec rest{const_cast<std::byte*>(m.data) + at, m.header.n_bytes - at};
+  PYCOMM_RETURN_IF_ERROR(channel_->write_plain(&rest, 1, MSG_ZEROCOPY, &written, &begun));
+  without_copy_ = without_copy_ || begun;
+  done_ += written;
+  *blocked = written < rest.iov_len;
+  if (!*blocked) finish_first();
+  return Status();
+}
+
+// Tells whose memory is free again.
+void Sender::reap() {
+  ZeroCopy& z = channel_->zero_copy();
+  if (!z.pending()) return;
+  z.reap();
+  while (!unacknowledged_.empty() &&
+         static_cast<int32_t>(unacknowledged_.front().n_begun - z.n_done()) <= 0) {
+    const Outgoing m = std::move(unacknowledged_.front().message);
+    unacknowledged_.pop_front();
+    if (m.sink != nullptr) m.sink->sent(m.token);
+  }
 }
 
 // Gathers the messages at the head of the queue into one system call.
 Status Sender::write_some(bool* blocked) {
+  if (goes_without_copy(queue_.front())) return write_large(blocked);
   iovec parts[kMaxParts];
   int n = 0;
   size_t skip = done_, want = 0;
@@ -67,7 +122,7 @@ Status Sender::write_some(bool* blocked) {
     skip = 0;
   };
   for (const Outgoing& m : queue_) {
-    if (n + 2 > kMaxParts) break;
+    if (n + 2 > kMaxParts || goes_without_copy(m)) break;
     add(&m.header, sizeof m.header);
     add(m.data, m.header.n_bytes);
   }
@@ -76,10 +131,7 @@ Status Sender::write_some(bool* blocked) {
   *blocked = written < want;
   done_ += written;
   while (!queue_.empty() && done_ >= sizeof(MessageHeader) + queue_.front().header.n_bytes) {
-    const Outgoing m = std::move(queue_.front());
-    queue_.pop_front();
-    done_ -= sizeof(MessageHeader) + m.header.n_bytes;
-    if (m.sink != nullptr) m.sink->sent(m.token);
+    finish_first();
   }
   return Status();
 }
@@ -89,6 +141,7 @@ Status Sender::pump() {
     PYCOMM_RETURN_IF_ERROR(greet());
     if (channel_ == nullptr) return Status();
   }
+  reap();
   bool blocked = false;
   if (channel_->unsent()) {
     PYCOMM_RETURN_IF_ERROR(channel_->flush());
@@ -100,6 +153,9 @@ Status Sender::pump() {
 
 uint32_t Sender::forget(const Sink* sink) {
   uint32_t n_dropped = 0;
+  for (Unacknowledged& u : unacknowledged_) {
+    if (u.message.sink == sink) u.message.sink = nullptr;
+  }
   for (size_t i = 0; i < queue_.size(); i++) {
     Outgoing& m = queue_[i];
     if (m.sink != sink) continue;
@@ -124,6 +180,8 @@ std::deque<Outgoing> Sender::abandon() {
   channel_.reset();
   fd_ = -1;
   done_ = 0;
+  without_copy_ = false;
+  unacknowledged_.clear();
   return std::move(queue_);
 }
 

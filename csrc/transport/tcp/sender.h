@@ -30,6 +30,7 @@ class Sender {
     Terms terms;
     std::string who;
     double connect_timeout_s;
+    ZeroCopy::Mode zero_copy = ZeroCopy::Mode::kOff;
   };
   // Begins to connect. `fd()` is then to be watched for both directions.
   Status open(const Secret& secret, Route route);
@@ -37,6 +38,7 @@ class Sender {
   Status pump();
   void push(Outgoing message) { queue_.push_back(std::move(message)); }
   // Drops what is queued for this sink, and says how many messages; what has begun to leave is copied first.
+  // (What has left without a copy the kernel may still read, to send it again; it keeps the pages itself.)
   uint32_t forget(const Sink* sink);
   // Takes what has not left, for the sinks to be told.
   std::deque<Outgoing> abandon();
@@ -50,6 +52,10 @@ class Sender {
  private:
   Status greet();
   Status write_some(bool* blocked);
+  Status write_large(bool* blocked);
+  bool goes_without_copy(const Outgoing& message) const;
+  void finish_first();
+  void reap();
 
   int fd_ = -1;
   Route route_{};
@@ -60,6 +66,13 @@ class Sender {
   std::unique_ptr<Channel> channel_;
   std::deque<Outgoing> queue_;
   size_t done_ = 0;  // bytes of the first message that have left, header included
+  // Messages that have left without a copy, and the number of the send that must be over for each.
+  struct Unacknowledged {
+    Outgoing message;
+    uint32_t n_begun;
+  };
+  std::deque<Unacknowledged> unacknowledged_;
+  bool without_copy_ = false;  // some of the first message
 };
 
 }  // namespace pycomm

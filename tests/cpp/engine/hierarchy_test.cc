@@ -104,6 +104,17 @@ TEST(Hierarchy, SeveralConnectionsAndEncryption) {
   run_hosts({0, 1}, [](TestRank& self) { movements(self, 50'003); }, {.n_lanes = 2, .encrypt = true});
 }
 
+TEST(Hierarchy, SendsWithoutCopies) {
+  for (const auto& placement : {std::vector<int>{0, 1}, std::vector<int>{0, 1, 1, 2}}) {
+    run_hosts(placement,
+              [](TestRank& self) {
+                for (int i = 0; i < 3; i++) reductions(self, 200'003);
+                movements(self, 100'003);
+              },
+              {.zero_copy = ZeroCopy::Mode::kAlways});
+  }
+}
+
 std::shared_ptr<Work> start_all_reduce(Communicator& comm, std::vector<float>& data) {
   auto request = std::make_unique<Request>(
       request_of(CallKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, data.size()));

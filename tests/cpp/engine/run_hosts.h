@@ -16,6 +16,7 @@ namespace pycomm {
 struct HostsOptions {
   int n_lanes = 1;
   bool encrypt = false;
+  ZeroCopy::Mode zero_copy = ZeroCopy::Mode::kAuto;
   double timeout_s = kDeadlineS;
 };
 
@@ -26,6 +27,7 @@ inline Status loopback_net(int rank, int size, const HostsOptions& options, std:
   PYCOMM_RETURN_IF_ERROR(Address::parse("127.0.0.1", &o.at));
   o.n_lanes = options.n_lanes;
   o.encrypt = options.encrypt;
+  o.zero_copy = options.zero_copy;
   o.job = "test";
   o.settings_text = "test";
   o.host = "host";
