@@ -197,6 +197,7 @@ def other_settings(rank: int, size: int, placement: list[int], settings: dict[st
 
 SETTINGS: dict[str, dict[str, str]] = {
     "3 sockets": {"PYCOMM_SOCKETS": "3"},
+    "without copies": {"PYCOMM_ZERO_COPY": "1"},
     "encrypted": {"PYCOMM_ENCRYPT": "1"},
     "encrypted, 3 sockets": {"PYCOMM_ENCRYPT": "1", "PYCOMM_SOCKETS": "3"},
     "IPv6": {"PYCOMM_SOCKET_IFNAME": "::1"},
