@@ -11,6 +11,7 @@
 
 #include "bind/bind.h"
 #include "schedule/cost.h"
+#include "schedule/exact.h"
 #include "schedule/print.h"
 #include "schedule/verify.h"
 
@@ -113,6 +114,19 @@ Proof prove_given(const std::vector<Schedule>& schedules, const std::string& col
   return verify_schedules(schedules, claim);
 }
 
+AcrossProof prove_across(const std::string& collective, const std::vector<int>& host_of, int root,
+                         bool in_place) {
+  const Collective c = parse_collective(collective);
+  AcrossProof out;
+  Status s;
+  {
+    py::gil_scoped_release release;
+    s = verify_across(c, host_of, root, in_place, &out);
+  }
+  if (!s.ok() && out.proof.violation.what.empty()) throw_if_error(s);
+  return out;
+}
+
 Cost cost(const std::string& collective, const std::string& algorithm, int n_ranks, double n_bytes,
           double alpha, double beta, double gamma, int ranks_per_node, double alpha_between,
           double beta_between, double slice_bytes, int root, int n_chunks) {
@@ -175,6 +189,15 @@ void bind_classes(py::module_& m) {
       .def_property_readonly("violation", [](const Proof& p) { return p.ok ? "" : p.violation.text(); })
       .def_property_readonly("rank", [](const Proof& p) { return p.violation.rank; })
       .def_property_readonly("step", [](const Proof& p) { return p.violation.index; });
+  py::class_<AcrossProof>(m, "AcrossProof", "The same of a deterministic reduction over hosts.")
+      .def_property_readonly("ok", [](const AcrossProof& p) { return p.proof.ok; })
+      .def_property_readonly("rounds", [](const AcrossProof& p) { return p.proof.rounds; })
+      .def_readonly("between", &AcrossProof::between)
+      .def_readonly("n_parts", &AcrossProof::n_parts)
+      .def_readonly("n_subtrees", &AcrossProof::n_subtrees)
+      .def_readonly("n_parts_leaving", &AcrossProof::n_parts_leaving)
+      .def_property_readonly("violation",
+                             [](const AcrossProof& p) { return p.proof.ok ? "" : p.proof.violation.text(); });
   py::class_<Cost>(m, "Cost", "A prediction.")
       .def_readonly("seconds", &Cost::seconds)
       .def_readonly("rounds", &Cost::rounds)
@@ -210,6 +233,8 @@ void bind_schedule(py::module_& module) {
         py::arg("root") = 0, py::arg("n_chunks") = 0, py::arg("in_place") = false);
   m.def("verify_schedules", &prove_given, py::arg("schedules"), py::arg("collective"), py::arg("root") = 0,
         py::arg("in_place") = false, py::arg("deterministic") = false);
+  m.def("verify_across", &prove_across, py::arg("collective"), py::arg("host_of"), py::arg("root") = 0,
+        py::arg("in_place") = false);
   m.def("cost", &cost, py::arg("collective"), py::arg("algorithm"), py::arg("n_ranks"), py::arg("n_bytes"),
         py::kw_only(), py::arg("alpha"), py::arg("beta"), py::arg("gamma") = 0.0,
         py::arg("ranks_per_node") = 0, py::arg("alpha_between") = 0.0, py::arg("beta_between") = 0.0,

@@ -3,6 +3,7 @@
     pycomm schedule list
     pycomm schedule show all_reduce ring --ranks 4 --rank 0
     pycomm schedule verify --all --ranks 1-17,64,100
+    pycomm schedule verify all_reduce deterministic --hosts 0,1,0,1 --bytes 64MiB
     pycomm schedule cost all_reduce --ranks 8,64,1024 --bytes 1KiB,1MiB,1GiB --alpha 1us --beta 10GB/s
 
 Every command takes ``--json``. ``verify`` exits with 1 when a proof fails and names the first step that
@@ -17,7 +18,7 @@ import typer
 from rich.table import Table
 
 from pycomm import _C
-from pycomm.cli import units
+from pycomm.cli import across, units
 from pycomm.cli.output import bad_argument, console, print_json, refusing
 
 __all__ = ["app"]
@@ -169,9 +170,23 @@ def verify(
     algorithm: Annotated[str | None, typer.Argument(help="Only this algorithm of it.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All algorithms of all collectives.")] = False,
     ranks: Annotated[str, typer.Option("--ranks", help="Numbers of ranks.")] = "1-17,64,100",
+    hosts: Annotated[
+        str | None,
+        typer.Option("--hosts", help="The host of each rank: prove `deterministic` for ranks placed so."),
+    ] = None,
+    n_bytes: Annotated[
+        str, typer.Option("--bytes", help="With --hosts: size of the whole vector.")
+    ] = "64MiB",
     as_json: Json = False,
 ) -> None:
-    """Proves algorithms for all ranks, roots and bindings; exits with 1 at a violation."""
+    """Proves algorithms for all ranks, roots and bindings; exits with 1 at a violation.
+
+    With --hosts it proves what deterministic=True does for this placement of ranks on hosts, and prints the
+    bytes that leave each host.
+    """
+    if hosts is not None:
+        across.verify(collective, algorithm, every, hosts, n_bytes, as_json)
+        return
     if every == (collective is not None):
         bad_argument("verify: give a collective (and an algorithm), or --all for every one")
     with refusing():

@@ -148,3 +148,33 @@ def test_units() -> None:
         with pytest.raises(ValueError, match="is not a size"):
             units.size(text)
     assert units.bytes_text(1536) == "1.5 KiB" and units.seconds_text(2.5e-3) == "2.500 ms"
+
+
+def test_verify_over_hosts() -> None:
+    report = run_json("verify", "all_reduce", "deterministic", "--hosts", "0,1,0,1", "--bytes", "64MiB")
+    (result,) = report["results"]
+    assert report["ok"] and report["hosts"] == [0, 1, 0, 1]
+    assert result["between"] == "exact" and result["subtrees"] == [2, 2]
+    assert result["bytes_leaving"] == [1.5 * 2**26] * 2  # (2 + 1)/2 of the vector
+    text = run("verify", "--all", "--hosts", "0,0,1,1").stdout
+    assert text.count("proved") == 3 and "halving_doubling" in text  # as the default: the order is kept
+    # The bytes of the default: 2 (H - 1)/H of the vector.
+    (aligned,) = run_json("verify", "all_reduce", "--hosts", "0,0,1,1,2,2,3,3", "--bytes", "4KiB")["results"]
+    assert aligned["bytes_leaving"] == [1.5 * 4096] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["all_reduce", "--hosts", "0,x"], "write the host's number for each rank"),
+        (["all_reduce", "--hosts", "0,0"], "the ranks are on one host"),
+        (["all_reduce", "ring", "--hosts", "0,1"], "proves `deterministic`, not 'ring'"),
+        (["broadcast", "--hosts", "0,1"], "'broadcast' does not reduce"),
+        (["--hosts", "0,1"], "give a collective"),
+        (["all_reduce", "--hosts", "0,1", "--bytes", "many"], "is not a size"),
+    ],
+)
+def test_verify_over_hosts_refuses(arguments: list[str], said: str) -> None:
+    result = run("verify", *arguments)
+    assert result.exit_code == 2
+    assert said in result.output
