@@ -138,12 +138,17 @@ Status Communicator::prepare_across(Request* request, const char* algorithm) {
                                 "deterministic=True use one that does (pycomm schedule list shows them)",
                                 call_kind_name(sig.kind), algorithm));
   }
-  if (hierarchy_->placement().keeps_order()) return Status();
+  // Elsewhere the hosts have partial results to combine in an order of their own (schedule/exact.h).
+  const Placement& placement = hierarchy_->placement();
+  if (algorithm == nullptr || std::string_view(algorithm) == "direct" || placement.keeps_order())
+    return Status();
   return Status::error(
       Code::kValue,
-      format("%s: deterministic=True over several hosts needs the ranks of each host to follow each other, "
-             "and on every host as many of them, a power of two; here %s",
-             call_kind_name(sig.kind), hierarchy_->placement().text().c_str()));
+      format(
+          "%s: algorithm '%s' between hosts keeps the deterministic order only where the ranks of each host "
+          "follow each other, and on every host as many of them, a power of two; here %s. Leave algorithm= "
+          "out, or take 'direct'",
+          call_kind_name(sig.kind), algorithm, placement.text().c_str()));
 }
 
 Status Communicator::execute(Request& request, CallerHooks* hooks) {

@@ -23,14 +23,7 @@ Placement::Placement(const std::vector<int>& hosts, int own_rank) : host_of(host
   for (const std::vector<int>& there : ranks) members.push_back(there[static_cast<size_t>(local)]);
 }
 
-bool Placement::keeps_order() const {
-  const size_t n = ranks[0].size();
-  if (!std::has_single_bit(n)) return false;
-  for (size_t q = 0; q < host_of.size(); q++) {
-    if (host_of[q] != static_cast<int>(q / n)) return false;
-  }
-  return host_of.size() == n * ranks.size();
-}
+bool Placement::keeps_order() const { return pycomm::keeps_order(host_of); }
 
 std::string Placement::text() const {
   std::string s;
@@ -43,7 +36,11 @@ std::string Placement::text() const {
 
 Hierarchy::Hierarchy(Group& group, Engine& engine, const Selector& selector, Placement placement,
                      std::shared_ptr<Net> net, uint64_t id, std::vector<int> job_ranks)
-    : group_(group), engine_(engine), selector_(selector), placement_(std::move(placement)) {
+    : group_(group),
+      engine_(engine),
+      selector_(selector),
+      placement_(std::move(placement)),
+      tree_(placement_.host_of) {
   remote_ = std::make_unique<Remote>(std::move(net), id, std::move(job_ranks), placement_.rank, group_);
 }
 
@@ -75,12 +72,13 @@ Status Hierarchy::run(const Call& call, CallerHooks* hooks, double timeout_s) {
 }
 
 Status Hierarchy::dispatch() {
+  const bool exact = call_->sig.deterministic && !placement_.keeps_order();
   switch (call_->sig.kind) {
-    case CallKind::kAllReduce: return all_reduce();
-    case CallKind::kReduceScatter: return reduce_scatter();
+    case CallKind::kAllReduce: return exact ? exact_all_reduce() : all_reduce();
+    case CallKind::kReduceScatter: return exact ? exact_reduce_scatter() : reduce_scatter();
     case CallKind::kAllGather: return all_gather();
     case CallKind::kBroadcast: return broadcast();
-    case CallKind::kReduce: return reduce();
+    case CallKind::kReduce: return exact ? exact_reduce() : reduce();
     case CallKind::kGather: return gather();
     case CallKind::kScatter: return scatter();
     case CallKind::kAllToAll: return all_to_all();

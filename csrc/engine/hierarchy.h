@@ -10,7 +10,8 @@
 //   reduce_scatter  the same with a reduce-scatter between hosts, of blocks
 //   all_gather, gather, scatter, broadcast, reduce   likewise, mirrored
 //   all_to_all      straight from rank to rank
-//   barrier         the owner 0 of each host, when all of its host have come
+//   deterministic   the reductions, where the placement does not keep the order of ranks:
+//   engine/hierarchy_exact.cc barrier         the owner 0 of each host, when all of its host have come
 //
 // Bytes that leave a host: those of the schedule with H ranks; for all_reduce 2 (H-1)/H of the vector.
 // Every call begins with an agreement within the host (Engine::agree), so that a mismatch or a refusal there
@@ -28,6 +29,7 @@
 #include "engine/remote.h"
 #include "engine/rounds.h"
 #include "engine/select.h"
+#include "schedule/exact.h"
 
 namespace pycomm {
 
@@ -54,6 +56,7 @@ struct Placement {
 
 // `n` elements of a buffer from `at` on.
 Buffer slice_of(const Buffer& from, uint64_t at, uint64_t n, size_t elem_size);
+void append_pieces(const Buffer& from, uint64_t at, uint64_t n, size_t elem_size, std::vector<Segment>* to);
 
 class Hierarchy {
  public:
@@ -106,6 +109,21 @@ class Hierarchy {
   std::vector<uint64_t> share_totals() const;
   Buffer by_owners(const Buffer& whole) const;
   std::byte* work(size_t which, uint64_t n_elems);
+
+  // engine/hierarchy_exact.cc
+  struct Partials {
+    std::byte* data = nullptr;  // of this owner's share: of each subtree of this host
+    uint64_t stride_bytes = 0;  // from one to the next
+  };
+  Status exact_all_reduce();
+  Status exact_reduce_scatter();
+  Status exact_reduce();
+  Status make_partials(const Buffer& vector, const std::vector<uint64_t>& cut, size_t which, Partials* out);
+  Status exchange(const Buffer& vector, const std::vector<uint64_t>& cut, uint64_t at, uint64_t n,
+                  Buffer out);
+  void reduce_subtrees(const Partials& partials, const std::byte* staged, uint64_t at, uint64_t n);
+  Status start_exact(std::unique_ptr<Flight>* out, Collective collective, const Partials& in, std::byte* to,
+                     uint64_t count, const std::vector<uint64_t>& counts, int root_host);
   double local_timeout_s() const;
   std::string here() const;
 
@@ -127,6 +145,8 @@ class Hierarchy {
   std::vector<std::unique_ptr<Flight>> flights_;
   std::vector<uint64_t> sizes_;                                     // all_to_all's, while they travel
   std::map<std::pair<const Algorithm*, int>, Schedule> schedules_;  // by algorithm and root
+  const PlacementTree tree_;
+  std::map<std::pair<Collective, int>, Schedule> exact_schedules_;  // by collective and root
 };
 
 }  // namespace pycomm

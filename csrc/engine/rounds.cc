@@ -29,6 +29,8 @@ Rounds::Rounds(Remote& remote, const Task& task)
     return n == 0 ? 0 : at;
   };
   in_origin_ = origin(0, s.n_in);
+  for (uint32_t c = 0; c < s.n_in; c++)
+    repeats_.push_back(static_cast<uint32_t>(std::count(s.part.begin(), s.part.begin() + c, s.part[c])));
   out_origin_ = origin(s.n_in, s.n_out);
   slice_ = std::max<uint64_t>(1, std::min<uint64_t>(longest, kSliceBytes / elem_size_));
   n_tiles_ = static_cast<uint32_t>(std::max<uint64_t>(1, (longest + slice_ - 1) / slice_));
@@ -58,7 +60,8 @@ std::byte* Rounds::address(Tile& tile, uint32_t chunk) {
     return tile.scratch.data() + (chunk - s.n_in - s.n_out) * slice_ * elem_size_;
   const bool in = chunk < s.n_in;
   const uint64_t at = start_of(s.part[chunk]) - (in ? in_origin_ : out_origin_) + slice_at;
-  return (in ? task_.in : task_.out) + at * elem_size_;
+  const uint64_t repeat_bytes = in ? repeats_[chunk] * task_.in_stride_bytes : 0;
+  return (in ? task_.in : task_.out) + at * elem_size_ + repeat_bytes;
 }
 
 void Rounds::start() {

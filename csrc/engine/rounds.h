@@ -30,6 +30,9 @@ class Rounds {
     std::span<const int> members;  // the communicator's rank of each of the schedule's
     uint32_t call = 0, run = 0;
     std::byte* in = nullptr;  // of the first input chunk; consecutive ones follow each other
+    // From one input of a part to the next input of the same part, where there are several
+    // (schedule/exact.h).
+    uint64_t in_stride_bytes = 0;
     std::byte* out = nullptr;
     uint64_t count = 0;                // elements of the whole vector
     std::span<const uint64_t> counts;  // of each part, where they are given
@@ -84,6 +87,7 @@ class Rounds {
   ReduceFn reduce_ = nullptr;
   uint64_t base_ = 0;  // length of equal parts
   uint64_t in_origin_ = 0, out_origin_ = 0;
+  std::vector<uint32_t> repeats_;  // of each input chunk: how many before it hold its part
   std::vector<uint64_t> starts_;
   uint64_t slice_ = 1;
   std::vector<bool> lands_;  // of each step: what comes may land while the round's other steps are not done

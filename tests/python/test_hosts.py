@@ -13,7 +13,7 @@ import torch
 from test_collectives import one_gather, one_rooted, one_to_all
 from test_reductions import one_case, scatter_case
 
-from cases import DEFINED, DTYPES, FLOATS, INTS, algorithms, check, expected, raises, values
+from cases import DEFINED, DTYPES, FLOATS, INTS, algorithms, check, expected, values
 from hosts_ranks import PLACEMENTS, join
 from ranks import run_ranks
 
@@ -208,61 +208,3 @@ SETTINGS: dict[str, dict[str, str]] = {
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_settings(settings: dict[str, str]) -> None:
     run_ranks(3, other_settings, PLACEMENTS["1+2"], settings, timeout=100)
-
-
-def refused_order(rank: int, size: int, placement: list[int]) -> None:
-    with join(rank, placement) as comm:
-        t = torch.ones(10)
-        for call in (
-            lambda: comm.all_reduce(t, deterministic=True),
-            lambda: comm.reduce_scatter(torch.ones(10), torch.ones(10 * size), deterministic=True),
-        ):
-            with raises(
-                ValueError, "deterministic=True over several hosts", "host 0: ranks 0", "host 1: ranks"
-            ):
-                call()
-        comm.all_reduce(t)
-        assert t.tolist() == [float(size)] * 10
-
-
-@pytest.mark.parametrize("name", ["1+2", "0101", "01022"])
-def test_deterministic_is_refused_where_it_would_not_be(name: str) -> None:
-    run_ranks(len(PLACEMENTS[name]), refused_order, PLACEMENTS[name])
-
-
-def canonical(values: list[torch.Tensor]) -> torch.Tensor:
-    """The tree of docs/numerics.md, in float32."""
-    n = len(values)
-    if n == 1:
-        return values[0].float()
-    p = 1 << (n.bit_length() - 1)
-    m = min(p, n - p // 2)
-    return canonical(values[:m]) + canonical(values[m:])
-
-
-def fixed_order(rank: int, size: int, placement: list[int]) -> None:
-    with join(rank, placement) as comm:
-        for dtype, count in itertools.product((torch.float32, torch.bfloat16), (1, 1009, 1_100_003)):
-            inputs = [
-                torch.randn(count, generator=torch.Generator().manual_seed(q)).to(dtype) for q in range(size)
-            ]
-            want = canonical(inputs).to(dtype)
-            where = (rank, placement, dtype, count)
-            check(comm.all_reduce(inputs[rank].clone(), deterministic=True), want, *where)
-            for root in range(size):
-                comm.reduce(got := inputs[rank].clone(), root, deterministic=True)
-                check(got, want if rank == root else inputs[rank], *where, "reduce", root)
-            counts = [count // size + (q < count % size) for q in range(size)]
-            out = torch.empty(counts[rank], dtype=dtype)
-            comm.reduce_scatter(out, inputs[rank], counts=counts, deterministic=True)
-            check(out, want.split(counts)[rank], *where, "reduce_scatter")
-
-
-@pytest.mark.parametrize(
-    "placement",
-    [[0, 1], [0, 1, 2], [0, 0, 1, 1], [0, 0, 1, 1, 2, 2], [0, 1, 2, 3, 4]],
-    ids=["2x1", "3x1", "2x2", "3x2", "5x1"],
-)
-def test_deterministic_has_the_bits_of_one_host(placement: list[int]) -> None:
-    run_ranks(len(placement), fixed_order, placement, timeout=100)
-    run_ranks(len(placement), fixed_order, [0] * len(placement), timeout=100)
