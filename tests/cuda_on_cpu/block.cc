@@ -11,7 +11,7 @@
 
 namespace cuda_on_cpu {
 
-thread_local ThreadView* current_thread = nullptr;
+constinit thread_local ThreadView* current_thread = nullptr;
 
 namespace {
 

@@ -50,7 +50,8 @@ struct ThreadView {
   uint3 thread_idx, block_idx;
   dim3 block_dim, grid_dim;
 };
-extern thread_local ThreadView* current_thread;
+// Initial-exec: read at every threadIdx, from other libraries as well.
+extern constinit thread_local ThreadView* current_thread __attribute__((tls_model("initial-exec")));
 
 // Runs block number block_idx to its end on the calling OS thread.
 void run_block(const LaunchShape& shape, uint3 block_idx, Body body);

@@ -1,0 +1,413 @@
+#include "group.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <thread>
+#include <vector>
+
+#include "cuda_runtime_api.h"
+
+namespace loopback {
+
+namespace {
+
+// What goes before the data of a message, so that ranks that do not mean the same are found out.
+struct Header {
+  uint64_t n_bytes;
+  uint32_t kind, type, op, root;
+  bool operator==(const Header&) const = default;
+};
+
+struct Transfer {
+  Header header;
+  char* data;
+  size_t done = 0;  // of header and data
+  size_t total() const { return sizeof(Header) + header.n_bytes; }
+};
+
+// The transfers with one peer in one direction, one after another.
+struct Queue {
+  Queue(Channel& c, int p, bool out) : channel(c), peer(p), sends(out) {}
+  Channel& channel;
+  int peer;
+  bool sends;
+  std::vector<Transfer> transfers;
+  size_t at = 0;
+  bool broken = false;
+  bool done() const {
+    if (at < transfers.size()) return false;
+    return !sends ||
+           channel.tail.load(std::memory_order_acquire) == channel.head.load(std::memory_order_relaxed);
+  }
+};
+
+// Copies between the ring, from position `pos` on, and contiguous memory.
+void copy_ring(Channel& c, uint64_t pos, char* memory, size_t n, bool into_ring) {
+  for (size_t i = 0; i < n;) {
+    const size_t at = (pos + i) % kChannelBytes, k = std::min(n - i, kChannelBytes - at);
+    if (into_ring) {
+      std::memcpy(c.data + at, memory + i, k);
+    } else {
+      std::memcpy(memory + i, c.data + at, k);
+    }
+    i += k;
+  }
+}
+
+// One communicator's part of a group.
+class Operation {
+ public:
+  explicit Operation(std::shared_ptr<Core> core) : core_(std::move(core)) {}
+
+  void add(const Call& call) { calls_.push_back(call); }
+  Core& core() { return *core_; }
+  const std::vector<Call>& calls() const { return calls_; }
+  bool connects();
+  void run();
+
+ private:
+  Queue& queue(int peer, bool sends, Lane lane);
+  void send(const Call& call, int peer, const void* data, size_t n_bytes, Lane lane);
+  void recv(const Call& call, int peer, void* data, size_t n_bytes, Lane lane);
+  Header header(const Call& call, size_t n_bytes) const;
+  Reduction reduction(const Call& call);
+  void plan(const Call& call);
+  void plan_reduction(const Call& call);
+  void finish_reduction(const Call& call, const std::vector<std::vector<char>>& theirs, const void* mine,
+                        void* to);
+  bool move(Queue& q);
+  bool move_bytes(Queue& q, Transfer& t);
+  void progress();
+  void stall();
+
+  std::shared_ptr<Core> core_;
+  std::vector<Call> calls_;
+  std::map<std::tuple<int, bool, Lane>, Queue> queues_;
+  std::vector<std::function<void()>> endings_;
+};
+
+// A device's turn. Relaxed, so that ThreadSanitizer does not take it for an order between streams.
+std::atomic<bool>& device_turn(int device) {
+  static std::atomic<bool> taken[256];
+  return taken[device & 255];
+}
+
+bool devices_are_shared() {
+  const char* text = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  return text != nullptr && std::atoi(text) != 0;
+}
+
+Queue& Operation::queue(int peer, bool sends, Lane lane) {
+  Segment& s = *core_->segment;
+  Channel& c = sends ? s.channel(core_->rank, peer, lane) : s.channel(peer, core_->rank, lane);
+  return queues_.try_emplace({peer, sends, lane}, c, peer, sends).first->second;
+}
+
+Header Operation::header(const Call& call, size_t n_bytes) const {
+  if (call.kind == Kind::kSend || call.kind == Kind::kRecv) return {n_bytes, 0, 0, 0, 0};
+  const bool reduces = call.kind != Kind::kAllGather && call.kind != Kind::kBroadcast;
+  return {n_bytes, static_cast<uint32_t>(call.kind), static_cast<uint32_t>(call.type),
+          reduces ? static_cast<uint32_t>(std::min<int>(call.op, nccl::kNumOps)) : 0,
+          static_cast<uint32_t>(call.root)};
+}
+
+void Operation::send(const Call& call, int peer, const void* data, size_t n_bytes, Lane lane) {
+  queue(peer, true, lane)
+      .transfers.push_back({header(call, n_bytes), static_cast<char*>(const_cast<void*>(data))});
+}
+void Operation::recv(const Call& call, int peer, void* data, size_t n_bytes, Lane lane) {
+  queue(peer, false, lane).transfers.push_back({header(call, n_bytes), static_cast<char*>(data)});
+}
+
+// Whether NCCL would make connections first, which a non-blocking communicator does behind the caller's back.
+bool Operation::connects() {
+  bool any = false;
+  const std::lock_guard lock(core_->mutex);
+  for (const Call& c : calls_) {
+    const bool to_peer = c.kind == Kind::kSend || c.kind == Kind::kRecv;
+    any |= core_->connected.insert(to_peer ? c.root : kMaxRanks).second;
+  }
+  return any;
+}
+
+Reduction Operation::reduction(const Call& call) {
+  if (call.op < nccl::kNumOps) return {static_cast<nccl::RedOp>(call.op)};
+  const std::lock_guard lock(core_->mutex);
+  const MadeOp& made = core_->made[static_cast<size_t>(call.op - nccl::kNumOps)];
+  return {nccl::kSum, true, made.at != nullptr ? read_scalar(made.at, made.type) : made.factor};
+}
+
+void Operation::finish_reduction(const Call& call, const std::vector<std::vector<char>>& theirs,
+                                 const void* mine, void* to) {
+  const Reduction r = reduction(call);
+  const int n = core_->n_ranks;
+  std::vector<char> acc(call.count * nccl::type_size(call.type));
+  for (int q = 0; q < n; q++) {
+    const void* x = q == core_->rank ? mine : theirs[static_cast<size_t>(q)].data();
+    if (q == 0) {
+      begin(acc.data(), x, call.count, call.type, r, n);
+    } else {
+      loopback::add(acc.data(), x, call.count, call.type, r, n);
+    }
+  }
+  finish(acc.data(), call.count, call.type, r, n);
+  if (!acc.empty()) std::memcpy(to, acc.data(), acc.size());
+}
+
+// all_reduce, reduce_scatter, reduce: everybody gets what it needs of everybody, and adds it itself.
+void Operation::plan_reduction(const Call& call) {
+  const int n = core_->n_ranks, me = core_->rank;
+  const size_t n_bytes = call.count * nccl::type_size(call.type);
+  const char* src = static_cast<const char*>(call.src);
+  const bool scatters = call.kind == Kind::kReduceScatter;
+  const bool receives = call.kind != Kind::kReduce || call.root == me;
+  auto theirs = std::make_shared<std::vector<std::vector<char>>>(static_cast<size_t>(n));
+  for (int q = 0; q < n; q++) {
+    if (q == me) continue;
+    if (call.kind != Kind::kReduce || call.root == q) {
+      send(call, q, scatters ? src + static_cast<size_t>(q) * n_bytes : src, n_bytes, Lane::kCollective);
+    }
+    if (!receives) continue;
+    auto& from = (*theirs)[static_cast<size_t>(q)];
+    from.resize(n_bytes);
+    recv(call, q, from.data(), n_bytes, Lane::kCollective);
+  }
+  if (!receives) return;
+  const char* mine = scatters ? src + static_cast<size_t>(me) * n_bytes : src;
+  endings_.push_back([this, call, theirs, mine] { finish_reduction(call, *theirs, mine, call.dst); });
+}
+
+void Operation::plan(const Call& call) {
+  const int n = core_->n_ranks, me = core_->rank;
+  const size_t n_bytes = call.count * nccl::type_size(call.type);
+  char* const dst = static_cast<char*>(call.dst);
+  switch (call.kind) {
+    case Kind::kSend: send(call, call.root, call.src, n_bytes, Lane::kPointToPoint); return;
+    case Kind::kRecv: recv(call, call.root, dst, n_bytes, Lane::kPointToPoint); return;
+    case Kind::kAllReduce:
+    case Kind::kReduceScatter:
+    case Kind::kReduce: plan_reduction(call); return;
+    case Kind::kAllGather:
+      for (int q = 0; q < n; q++) {
+        if (q == me) continue;
+        send(call, q, call.src, n_bytes, Lane::kCollective);
+        recv(call, q, dst + static_cast<size_t>(q) * n_bytes, n_bytes, Lane::kCollective);
+      }
+      endings_.push_back([=] {
+        if (n_bytes > 0) std::memmove(dst + static_cast<size_t>(me) * n_bytes, call.src, n_bytes);
+      });
+      return;
+    case Kind::kBroadcast:
+      if (me != call.root) {
+        recv(call, call.root, dst, n_bytes, Lane::kCollective);
+        return;
+      }
+      for (int q = 0; q < n; q++) {
+        if (q != me) send(call, q, call.src, n_bytes, Lane::kCollective);
+      }
+      endings_.push_back([=] {
+        if (n_bytes > 0) std::memmove(dst, call.src, n_bytes);
+      });
+      return;
+  }
+}
+
+// Moves what can be moved of one transfer; true when something was.
+bool Operation::move_bytes(Queue& q, Transfer& t) {
+  Channel& c = q.channel;
+  const uint64_t head = c.head.load(q.sends ? std::memory_order_relaxed : std::memory_order_acquire);
+  const uint64_t tail = c.tail.load(q.sends ? std::memory_order_acquire : std::memory_order_relaxed);
+  size_t room = q.sends ? kChannelBytes - (head - tail) : head - tail;
+  const bool in_header = t.done < sizeof(Header);
+  if (in_header && room < sizeof(Header)) return false;  // headers move in one piece
+  const size_t before = t.done;
+  uint64_t pos = q.sends ? head : tail;
+  if (in_header) {
+    Header theirs = t.header;
+    copy_ring(c, pos, reinterpret_cast<char*>(&theirs), sizeof(Header), q.sends);
+    if (theirs != t.header) {
+      std::fprintf(stderr,
+                   "loopback NCCL: rank %d expects %zu bytes (call %u, type %u, op %u, root %u) of rank %d, "
+                   "which sends "
+                   "%zu (call %u, type %u, op %u, root %u)\n",
+                   core_->rank, static_cast<size_t>(t.header.n_bytes), t.header.kind, t.header.type,
+                   t.header.op, t.header.root, q.peer, static_cast<size_t>(theirs.n_bytes), theirs.kind,
+                   theirs.type, theirs.op, theirs.root);
+      core_->fail(nccl::kInvalidUsage, "ranks have made different calls; see stderr");
+      q.broken = true;  // the others go on, so that the peer finds out as well
+      return false;
+    }
+    t.done += sizeof(Header);
+    pos += sizeof(Header);
+    room -= sizeof(Header);
+  }
+  const size_t n = std::min(room, t.total() - t.done);
+  if (n > 0) copy_ring(c, pos, t.data + (t.done - sizeof(Header)), n, q.sends);
+  t.done += n;
+  (q.sends ? c.head : c.tail).fetch_add(t.done - before, std::memory_order_release);
+  return t.done > before;
+}
+
+bool Operation::move(Queue& q) {
+  bool moved = false;
+  while (!q.broken && q.at < q.transfers.size()) {
+    Transfer& t = q.transfers[q.at];
+    if (!move_bytes(q, t) && t.done < t.total()) break;
+    moved = true;
+    if (t.done < t.total()) break;
+    q.at++;
+  }
+  if (moved) core_->segment->ring(q.peer);
+  return moved;
+}
+
+void Operation::stall() {
+  core_->segment->wait(
+      core_->rank, [] { return false; }, [&] { return core_->aborted.load(); });
+}
+
+void Operation::progress() {
+  while (!core_->aborted) {
+    const uint32_t seen = core_->segment->bell(core_->rank);
+    bool moved = false, done = true;
+    for (auto& [key, q] : queues_) {
+      moved |= move(q);
+      done &= q.done();
+    }
+    if (done) return;
+    if (!moved) core_->segment->sleep(core_->rank, seen);
+  }
+}
+
+void Operation::run() {
+  std::atomic<bool>& turn = device_turn(core_->device);
+  bool has_turn = false;
+  while (!devices_are_shared() && !core_->aborted) {
+    has_turn = !turn.exchange(true, std::memory_order_relaxed);
+    if (has_turn) break;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  const int number = core_->n_operations++;
+  for (const Call& c : calls_) plan(c);
+  if (number == core_->faults.error_at) {
+    core_->fail(nccl::kRemoteError, "planted by LOOPBACK_NCCL_FAULT");
+    stall();
+  } else if (number == core_->faults.stall_at) {
+    stall();
+  } else {
+    progress();
+  }
+  if (!core_->aborted) {
+    for (const auto& ending : endings_) ending();
+  }
+  if (has_turn) turn.store(false, std::memory_order_relaxed);
+  core_->end_busy();
+}
+
+// Puts an operation on the stream of its first call; the other streams wait for it, and it for them.
+nccl::Result launch(std::unique_ptr<Operation> operation) {
+  std::vector<nccl::Stream> streams;
+  for (const Call& c : operation->calls()) {
+    if (std::find(streams.begin(), streams.end(), c.stream) == streams.end()) streams.push_back(c.stream);
+  }
+  bool ok = true;
+  const auto order = [&](nccl::Stream first, nccl::Stream second) {
+    cudaEvent_t event;
+    ok = ok && cudaEventCreateWithFlags(&event, cudaEventDisableTiming) == cudaSuccess &&
+         cudaEventRecord(event, first) == cudaSuccess &&
+         cudaStreamWaitEvent(second, event, 0) == cudaSuccess && cudaEventDestroy(event) == cudaSuccess;
+  };
+  for (size_t i = 1; i < streams.size(); i++) order(streams[i], streams[0]);
+  ok = ok && cudaLaunchHostFunc(
+                 streams[0], [](void* p) { std::unique_ptr<Operation>(static_cast<Operation*>(p))->run(); },
+                 operation.get()) == cudaSuccess;
+  (void)operation.release();
+  for (size_t i = 1; i < streams.size(); i++) order(streams[0], streams[i]);
+  return ok ? nccl::kSuccess : nccl::kUnhandledCudaError;
+}
+
+struct Group {
+  int depth = 0;
+  nccl::Result error = nccl::kSuccess;
+  std::vector<Call> calls;
+};
+thread_local Group group;
+
+// A non-blocking communicator connects behind the caller's back: the streams get their work later.
+nccl::Result launch_later(std::vector<std::unique_ptr<Operation>> operations) {
+  for (auto& o : operations) o->core().state = nccl::kInProgress;
+  std::thread([operations = std::move(operations)]() mutable {
+    std::this_thread::sleep_for(std::chrono::microseconds(500));
+    for (auto& o : operations) {
+      const std::shared_ptr<Core> core = o->calls()[0].core;
+      (void)cudaSetDevice(core->device);
+      const nccl::Result result = launch(std::move(o));
+      int expected = nccl::kInProgress;  // unless the operation has failed by now
+      core->state.compare_exchange_strong(expected, result);
+    }
+  }).detach();
+  return nccl::kInProgress;
+}
+
+nccl::Result launch_all() {
+  std::vector<std::unique_ptr<Operation>> operations;
+  for (Call& c : group.calls) {
+    const auto found = std::find_if(operations.begin(), operations.end(),
+                                    [&](const auto& o) { return &o->core() == c.core.get(); });
+    if (found != operations.end()) {
+      (*found)->add(c);
+      continue;
+    }
+    const nccl::Result ready = c.core->check_ready();
+    if (ready != nccl::kSuccess) return ready;
+    operations.push_back(std::make_unique<Operation>(c.core));
+    operations.back()->add(c);
+  }
+  bool later = false;
+  for (auto& o : operations) {
+    o->core().begin_busy();
+    later |= o->connects() && !o->core().blocking;
+  }
+  if (later) return launch_later(std::move(operations));
+  nccl::Result result = nccl::kSuccess;
+  for (auto& o : operations) {
+    const nccl::Result r = launch(std::move(o));
+    if (result == nccl::kSuccess) result = r;
+  }
+  return result;
+}
+
+}  // namespace
+
+bool in_group() { return group.depth > 0; }
+
+nccl::Result start_group() {
+  group.depth++;
+  return nccl::kSuccess;
+}
+
+nccl::Result add_call(Call call) {
+  start_group();
+  nccl::Result result = call.core->check_ready();
+  if (result != nccl::kSuccess && group.error == nccl::kSuccess) group.error = result;
+  group.calls.push_back(std::move(call));
+  if (group.depth > 1) {
+    group.depth--;
+    return result;
+  }
+  return end_group();
+}
+
+nccl::Result end_group() {
+  if (group.depth == 0) return nccl::kInvalidUsage;
+  if (--group.depth > 0) return nccl::kSuccess;
+  const nccl::Result result = group.error != nccl::kSuccess ? group.error : launch_all();
+  group = Group();
+  return result;
+}
+
+}  // namespace loopback
