@@ -2,8 +2,8 @@
 
 In csrc/ the includes run one way: base <- {schedule, kernels, transport, bucket} <- engine <- bind.
 Schedules and buckets see neither sockets nor CUDA, kernels no sockets, transports no dtypes, only bind/ sees
-Python, and nothing sees torch (so the build needs no torch, and one binary survives its upgrades). What CUDA needs
-lies in folders named cuda (and bind/), which a build without CUDA leaves out.
+Python, and nothing sees torch (so the build needs no torch, and one binary survives its upgrades). What needs
+CUDA lies in folders named cuda (and in bind/), which a build without CUDA leaves out.
 
 In pycomm/ modules that are imported when another is imported form no cycle, errors.py and the extension use
 nothing of the package but errors.py, and nobody but the command line imports pycomm.cli.
@@ -65,7 +65,7 @@ def check_cpp(root: Path) -> Iterator[str]:
                     yield f"{where}: {complaint}"
                 in_cuda = folder == "bind" or "cuda" in path.relative_to(csrc).parts
                 if not in_cuda and (CUDA.match(match[2]) or "cuda" in match[2].split("/")[:-1]):
-                    yield f"{where}: includes {match[2]}, but only folders named cuda, and bind/, may know CUDA"
+                    yield f"{where}: includes {match[2]}, but only bind/ and folders named cuda may know CUDA"
 
 
 def check_include(csrc: Path, folder: str, quoted: bool, header: str) -> Iterator[str]:
