@@ -6,10 +6,8 @@
 // sources the number of sources is known to the compiler: all loads of several packs are under way at once.
 // The rest goes through tree_of(), one source after another. A thread loads all sources of an element before
 // it stores it, so dst may be a source. Cost: n_srcs reads and one write per element.
-#include <type_traits>
-
 #include "kernels/cuda/chunks.cuh"
-#include "kernels/cuda/ops.cuh"
+#include "kernels/cuda/ops_table.cuh"
 
 namespace pycomm::cuda {
 namespace {
@@ -140,17 +138,12 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- on the host
 
-template <class A>
-void set_param(Param<A>& p, ReduceOp op, double scalar) {
-  p = make_param<A>(op, scalar);
-}
-void set_param(NoParam&, ReduceOp, double) {}
-
 // What serves a (dtype, operation): bytes and lanes are counted in the format's own elements.
-struct Entry {
-  cudaError_t (*launch)(const Table& table, unsigned n_blocks, ReduceOp op, double scalar, Stream stream);
-  size_t n_lanes;  // of the format, per element
-  size_t chunk_lanes;
+struct ReduceEntry {
+  cudaError_t (*launch)(const Table& table, unsigned n_blocks, ReduceOp op, double scalar,
+                        Stream stream) = nullptr;
+  size_t n_lanes = 0;  // of the format, per element
+  size_t chunk_lanes = 0;
 };
 
 template <class O, int N>
@@ -173,105 +166,20 @@ cudaError_t launch_hot(const Table& table, unsigned n_blocks, ReduceOp op, doubl
   return kBySources[table.n_srcs <= kMaxUnrolled ? table.n_srcs : 0](table, n_blocks, op, scalar, stream);
 }
 
-template <class O>
-constexpr Entry entry(size_t n_lanes = 1) {
-  return {launch_any<O>, n_lanes, static_cast<size_t>(kChunkElems<typename O::Format>)};
-}
-template <class O>
-constexpr Entry hot_entry(size_t n_lanes = 1) {
-  return {launch_hot<O>, n_lanes, static_cast<size_t>(kChunkElems<typename O::Format>)};
-}
-constexpr Entry kNone{nullptr, 0, 0};
-
-template <class F, bool kHot = false>
-Entry float_entry(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-    case ReduceOp::kAvg:
-    case ReduceOp::kPremulSum:
-      if constexpr (kHot) return hot_entry<ScaledSum<F>>();
-      return entry<ScaledSum<F>>();
-    case ReduceOp::kProduct: return entry<Product<F>>();
-    case ReduceOp::kMin: return entry<Min<F>>();
-    case ReduceOp::kMax: return entry<Max<F>>();
-    case ReduceOp::kBand:
-    case ReduceOp::kBor:
-    case ReduceOp::kBxor: return kNone;
+struct Maker {
+  using Entry = ReduceEntry;
+  template <class O>
+  static Entry make(size_t n_lanes) {
+    constexpr auto kChunkLanes = static_cast<size_t>(kChunkElems<typename O::Format>);
+    if constexpr (kIsTrainingSum<O>) {
+      return {launch_hot<O>, n_lanes, kChunkLanes};
+    } else {
+      return {launch_any<O>, n_lanes, kChunkLanes};
+    }
   }
-  return kNone;
-}
+};
 
-template <class T>
-Entry complex_entry(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-    case ReduceOp::kAvg:
-    case ReduceOp::kPremulSum:
-      if constexpr (sizeof(T) == 4) return hot_entry<ScaledSum<Plain<T>>>(2);
-      return entry<ScaledSum<Plain<T>>>(2);
-    case ReduceOp::kProduct: return entry<ComplexProduct<T>>();
-    case ReduceOp::kMin:
-    case ReduceOp::kMax:
-    case ReduceOp::kBand:
-    case ReduceOp::kBor:
-    case ReduceOp::kBxor: return kNone;
-  }
-  return kNone;
-}
-
-template <class T>
-Entry integer_entry(ReduceOp op) {
-  using Unsigned = std::make_unsigned_t<T>;
-  using Wide = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
-  using WideSigned = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
-  switch (op) {
-    case ReduceOp::kSum: return entry<Sum<Plain<Unsigned, Wide>>>();
-    case ReduceOp::kProduct: return entry<Product<Plain<Unsigned, Wide>>>();
-    case ReduceOp::kMin: return entry<Min<Plain<T, WideSigned>>>();
-    case ReduceOp::kMax: return entry<Max<Plain<T, WideSigned>>>();
-    case ReduceOp::kBand: return entry<And<Bits>>(sizeof(T));
-    case ReduceOp::kBor: return entry<Or<Bits>>(sizeof(T));
-    case ReduceOp::kBxor: return entry<Xor<Bits>>(sizeof(T));
-    case ReduceOp::kAvg:
-    case ReduceOp::kPremulSum: return kNone;
-  }
-  return kNone;
-}
-
-Entry bool_entry(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-    case ReduceOp::kMax:
-    case ReduceOp::kBor: return entry<Or<Bool>>();
-    case ReduceOp::kProduct:
-    case ReduceOp::kMin:
-    case ReduceOp::kBand: return entry<And<Bool>>();
-    case ReduceOp::kBxor: return entry<Xor<Bool>>();
-    case ReduceOp::kAvg:
-    case ReduceOp::kPremulSum: return kNone;
-  }
-  return kNone;
-}
-
-Entry find_entry(DType dtype, ReduceOp op) {
-  switch (dtype) {
-    case DType::kFloat64: return float_entry<Plain<double>>(op);
-    case DType::kFloat32: return float_entry<Plain<float>, true>(op);
-    case DType::kFloat16: return float_entry<Float16, true>(op);
-    case DType::kBFloat16: return float_entry<BFloat16, true>(op);
-    case DType::kFloat8E4M3: return float_entry<Float8E4M3>(op);
-    case DType::kFloat8E5M2: return float_entry<Float8E5M2>(op);
-    case DType::kInt8: return integer_entry<int8_t>(op);
-    case DType::kInt16: return integer_entry<int16_t>(op);
-    case DType::kInt32: return integer_entry<int32_t>(op);
-    case DType::kInt64: return integer_entry<int64_t>(op);
-    case DType::kUInt8: return integer_entry<uint8_t>(op);
-    case DType::kBool: return bool_entry(op);
-    case DType::kComplex64: return complex_entry<float>(op);
-    case DType::kComplex128: return complex_entry<double>(op);
-  }
-  return kNone;
-}
+ReduceEntry find_entry(DType dtype, ReduceOp op) { return OpTable<Maker>::find(dtype, op); }
 
 }  // namespace
 
@@ -279,7 +187,7 @@ bool reduce_supported(DType dtype, ReduceOp op) { return find_entry(dtype, op).l
 
 Status reduce(DType dtype, ReduceOp op, std::span<const ReduceSegment> segments, int n_srcs, double scalar,
               Stream stream) {
-  const Entry entry = find_entry(dtype, op);
+  const ReduceEntry entry = find_entry(dtype, op);
   if (entry.launch == nullptr) {
     return Status::error(
         Code::kValue, format("cuda reduce: %s is not defined for %s", reduce_op_name(op), dtype_name(dtype)));
