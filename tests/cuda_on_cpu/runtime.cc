@@ -1,6 +1,9 @@
 // Devices and errors. All devices are this computer's memory; a thread's current device only names its
-// streams. Environment, read once: CUDA_ON_CPU_DEVICES (how many devices; 1), CUDA_ON_CPU_SEED (Settings).
+// streams. Environment, read once: CUDA_ON_CPU_DEVICES (how many devices; 1), CUDA_ON_CPU_SEED (Settings);
+// read each time: CUDA_ON_CPU_PEER_ACCESS (0: no device reaches another).
+#include <cstdio>
 #include <cstdlib>
+#include <cstring>
 
 #include "grid.h"
 
@@ -63,7 +66,26 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attr, int device) 
   return report(cudaErrorInvalidValue);
 }
 cudaError_t cudaDeviceCanAccessPeer(int* can_access, int device, int peer) {
-  *can_access = device != peer;
+  if (device < 0 || device >= n_devices() || peer < 0 || peer >= n_devices()) {
+    return report(cudaErrorInvalidDevice);
+  }
+  const char* text = std::getenv("CUDA_ON_CPU_PEER_ACCESS");
+  *can_access = device != peer && (text == nullptr || std::strcmp(text, "0") != 0);
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetPCIBusId(char* text, int n_bytes, int device) {
+  if (device < 0 || device >= n_devices()) return report(cudaErrorInvalidDevice);
+  if (std::snprintf(text, static_cast<size_t>(n_bytes), "0000:%02x:00.0", device + 1) >= n_bytes) {
+    return report(cudaErrorInvalidValue);
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetByPCIBusId(int* device, const char* text) {
+  unsigned bus = 0;
+  if (std::sscanf(text, "0000:%x:00.0", &bus) != 1 || bus < 1 || static_cast<int>(bus) > n_devices()) {
+    return report(cudaErrorInvalidDevice);
+  }
+  *device = static_cast<int>(bus) - 1;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned int) { return cudaSuccess; }

@@ -2,8 +2,9 @@
 //
 // launch(): a kernel on a stream; <<<>>> does not parse in C++. Conversions of elements: instructions of the
 // GPU where it has them, integer arithmetic (small_float.cuh) where it has not, which is what the shim runs;
-// both give the same bits (NaN payloads aside). Everything here is one instruction or one call: what is
-// longer belongs elsewhere, where the shim executes it.
+// both give the same bits (NaN payloads aside). Words that other GPUs or the host read and write meanwhile:
+// loads and stores of system scope. Everything here is one instruction or one call: what is longer belongs
+// elsewhere, where the shim executes it.
 #pragma once
 
 #include <tuple>
@@ -29,6 +30,13 @@ cudaError_t launch(void (*kernel)(P...), unsigned n_blocks, unsigned n_threads, 
                              std::forward<A>(arguments)...);
 }
 
+template <class... P, class... A>
+cudaError_t launch_resident(void (*kernel)(P...), unsigned n_blocks, unsigned n_threads, cudaStream_t stream,
+                            A&&... arguments) {
+  return cuda_on_cpu::launch(true, kernel, dim3(n_blocks), dim3(n_threads), 0, stream,
+                             std::forward<A>(arguments)...);
+}
+
 #else
 
 template <class... P, class... A>
@@ -44,7 +52,62 @@ cudaError_t launch(void (*kernel)(P...), unsigned n_blocks, unsigned n_threads, 
       copies);
 }
 
+// Blocks that wait for others: all of them must find room at once, so the caller launches no more than the
+// device has multiprocessors.
+template <class... P, class... A>
+cudaError_t launch_resident(void (*kernel)(P...), unsigned n_blocks, unsigned n_threads, cudaStream_t stream,
+                            A&&... arguments) {
+  return launch(kernel, n_blocks, n_threads, stream, std::forward<A>(arguments)...);
+}
+
 #endif
+
+// ---- words that others read and write meanwhile: peers' kernels, the host
+
+PYCOMM_DEVICE uint64_t load_acquire_system(const uint64_t* p) {
+#if defined(PYCOMM_CUDA_EMULATED)
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+#else
+  uint64_t v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+#endif
+}
+
+PYCOMM_DEVICE void store_release_system(uint64_t* p, uint64_t v) {
+#if defined(PYCOMM_CUDA_EMULATED)
+  __atomic_store_n(p, v, __ATOMIC_RELEASE);
+#else
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+#endif
+}
+
+PYCOMM_DEVICE uint64_t load_relaxed_system(const uint64_t* p) {
+#if defined(PYCOMM_CUDA_EMULATED)
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+#else
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+#endif
+}
+
+PYCOMM_DEVICE void store_relaxed_system(uint64_t* p, uint64_t v) {
+#if defined(PYCOMM_CUDA_EMULATED)
+  __atomic_store_n(p, v, __ATOMIC_RELAXED);
+#else
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+#endif
+}
+
+// Between two polls of such a word: at once at first, since a peer is usually there within microseconds.
+PYCOMM_DEVICE void pause_polling([[maybe_unused]] uint32_t n_polls) {
+#if defined(PYCOMM_CUDA_EMULATED)
+  cuda_on_cpu::spin_point();
+#else
+  if (n_polls > 1000) __nanosleep(100);
+#endif
+}
 
 // A GPU faults on a misaligned access of 16 bytes; most CPUs do not.
 PYCOMM_DEVICE void require_aligned_16([[maybe_unused]] const void* p) {

@@ -8,6 +8,8 @@ SAME(cudaGetDeviceCount, int*);
 SAME(cudaSetDevice, int);
 SAME(cudaGetDevice, int*);
 SAME(cudaDeviceGetAttribute, int*, cudaDeviceAttr, int);
+SAME(cudaDeviceGetPCIBusId, char*, int, int);
+SAME(cudaDeviceGetByPCIBusId, int*, const char*);
 SAME(cudaDeviceSynchronize, void);
 SAME(cudaDeviceCanAccessPeer, int*, int, int);
 SAME(cudaDeviceEnablePeerAccess, int, unsigned int);

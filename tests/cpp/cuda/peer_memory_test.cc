@@ -1,0 +1,131 @@
+// PeerMemory: the heap, places, growth, and what is refused, with ranks as threads.
+#include "cuda/peer_values.h"
+
+namespace pycomm {
+namespace {
+
+TEST(PeerMemoryTest, BlocksAreAlignedDisjointAndUsedAgain) {
+  run_peers(1, small_options(), [&](PeerRank& self) {
+    std::vector<void*> blocks;
+    for (size_t n : {size_t{1}, size_t{256}, size_t{257}, size_t{5000}}) {
+      void* p = nullptr;
+      ASSERT_OK(self.memory->allocate(n, &p));
+      EXPECT_EQ(reinterpret_cast<uintptr_t>(p) % PeerMemory::kAlignment, 0u);
+      ASSERT_CUDA(cudaMemset(p, 1, n));
+      blocks.push_back(p);
+    }
+    EXPECT_EQ(self.memory->n_bytes_in_use(), 256u + 256 + 512 + 5120);
+    ASSERT_OK(self.memory->release(blocks[1]));
+    ASSERT_OK(self.memory->release(blocks[2]));
+    void* p = nullptr;
+    ASSERT_OK(self.memory->allocate(768, &p));
+    EXPECT_EQ(p, blocks[1]) << "neighbours were merged";
+    ASSERT_OK(self.memory->release(p));
+    ASSERT_OK(self.memory->release(blocks[0]));
+    ASSERT_OK(self.memory->release(blocks[3]));
+    EXPECT_EQ(self.memory->n_bytes_in_use(), 0u);
+    EXPECT_EQ(self.memory->release(blocks[3]).code(), Code::kValue);
+    EXPECT_EQ(self.memory->release(&p).code(), Code::kValue);
+  });
+}
+
+TEST(PeerMemoryTest, PlacesMeanTheSameMemoryOnEveryRank) {
+  run_peers(3, small_options(), [&](PeerRank& self) {
+    ASSERT_OK(self.memory->grow(3 << 20, self.exchange));
+    void* small = nullptr;
+    void* large = nullptr;  // only the second segment has room; ranks need not allocate alike
+    ASSERT_OK(self.memory->allocate(100 * static_cast<size_t>(self.rank + 1), &small));
+    ASSERT_OK(self.memory->allocate((3 << 20) - 4096, &large));
+    uint64_t place = 0;
+    ASSERT_TRUE(self.memory->find(static_cast<char*>(large) + 7, 10, &place));
+    EXPECT_EQ(place >> 56, 1u);
+    const auto mine = static_cast<uint8_t>(self.rank + 1);
+    ASSERT_CUDA(cudaMemset(static_cast<char*>(large) + 7, mine, 10));
+    uint64_t all[3];
+    ASSERT_OK(self.exchange(&place, sizeof place, all));
+    for (int r = 0; r < 3; ++r) {
+      const char* base = self.memory->base(r, static_cast<int>(all[r] >> 56));
+      ASSERT_NE(base, nullptr);
+      uint8_t got = 0;
+      ASSERT_CUDA(cudaMemcpy(&got, base + (all[r] & 0xffffffffffffff), 1, cudaMemcpyDeviceToHost));
+      EXPECT_EQ(got, r + 1);
+    }
+    ASSERT_OK(self.exchange(&place, sizeof place, all));
+    ASSERT_OK(self.memory->release(small));
+    ASSERT_OK(self.memory->release(large));
+    EXPECT_EQ(self.memory->base(0, 2), nullptr);
+  });
+}
+
+TEST(PeerMemoryTest, WhatIsReservedOrBehindTheEndIsNoTensor) {
+  run_peers(2, small_options(), [&](PeerRank& self) {
+    uint64_t place = 0;
+    EXPECT_FALSE(self.memory->find(self.memory->base(self.rank, 0), 1, &place));
+    EXPECT_FALSE(self.memory->find(self.memory->base(1 - self.rank, 0) + (1 << 19), 1, &place)) << "a peer's";
+    void* p = nullptr;
+    ASSERT_OK(self.memory->allocate(1000, &p));
+    EXPECT_TRUE(self.memory->find(p, 1000, &place));
+    EXPECT_FALSE(self.memory->find(p, size_t{1} << 40, &place));
+    ASSERT_OK(self.memory->release(p));
+    const Status s = self.memory->allocate(size_t{1} << 40, &p);
+    EXPECT_EQ(s.code(), Code::kSystem);
+    EXPECT_NE(s.message().find("no room for 1099511627776 bytes"), std::string::npos) << s.message();
+  });
+}
+
+TEST(PeerMemoryTest, ThereAreAtMostSoManySegments) {
+  run_peers(2, small_options(), [&](PeerRank& self) {
+    for (int s = 1; s < PeerMemory::kMaxSegments; ++s) ASSERT_OK(self.memory->grow(1, self.exchange));
+    const Status s = self.memory->grow(1, self.exchange);
+    EXPECT_EQ(s.code(), Code::kValue);
+    EXPECT_EQ(s.message(), "peer memory: rank 0: there are 8 segments already, which is the most");
+  });
+}
+
+TEST(PeerMemoryTest, SizesThatDifferAreRefusedOnEveryRank) {
+  run_peers(2, small_options(), [&](PeerRank& self) {
+    const Status s = self.memory->grow(self.rank == 0 ? 1 : 5 << 20, self.exchange);
+    EXPECT_EQ(s.code(), Code::kValue);
+    EXPECT_NE(s.message().find("this rank asks for 2097152 bytes, rank 1 for 6291456"), std::string::npos)
+        << s.message();
+    ASSERT_OK(self.memory->grow(1, self.exchange));  // still usable
+  });
+}
+
+TEST(PeerMemoryTest, APairOfDevicesWithoutAPathIsNamed) {
+  setenv("CUDA_ON_CPU_PEER_ACCESS", "0", 1);
+  Board board(2);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < 2; ++r) {
+    threads.emplace_back([&, r] {
+      PeerRank self;
+      self.rank = self.device = r;
+      self.size = 2;
+      self.exchange = board.of(r);
+      const Status s = make_peer(self, small_options());
+      EXPECT_EQ(s.code(), Code::kSystem);
+      EXPECT_EQ(
+          s.message(),
+          "peer memory: rank 0: rank 1: GPU 0 has no peer access to its GPU 1 (0000:02:00.0): no NVLink or "
+          "PCIe path between them allows it (nvidia-smi topo -p2p r)");
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  unsetenv("CUDA_ON_CPU_PEER_ACCESS");
+}
+
+TEST(PeerMemoryTest, BlocksOutliveClose) {
+  run_peers(2, small_options(), [&](PeerRank& self) {
+    void* p = nullptr;
+    ASSERT_OK(self.memory->allocate(1000, &p));
+    self.comm.reset();
+    ASSERT_OK(self.memory->close(self.exchange));
+    ASSERT_CUDA(cudaMemset(p, 1, 1000));
+    ASSERT_OK(self.memory->release(p));
+    ASSERT_CUDA(cudaStreamDestroy(self.stream));
+    self.close = false;
+  });
+}
+
+}  // namespace
+}  // namespace pycomm

@@ -1,0 +1,142 @@
+// Ranks as threads, each with an emulated device, PeerMemory, PeerCollectives and a stream: what every test
+// of peer memory starts with. (Ranks that share a device may not call cudaFree between calls: it waits for
+// the whole device, so for peers' kernels that wait for this rank.)
+//
+// run_peers(n, options, fn) gives each rank those and calls fn on its thread. The ranks' Exchange is a board
+// in shared memory; a rank that leaves fn early (a failed ASSERT) makes the others' exchanges fail instead of
+// hang. At the end each rank closes its memory in agreement with the others, unless a test says otherwise.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "cuda/memory.h"
+#include "engine/cuda/peer_collectives.h"
+
+namespace pycomm {
+
+// Before anybody asks how many devices there are.
+inline const bool has_devices = setenv("CUDA_ON_CPU_DEVICES", "8", 0) == 0;
+
+// All-gather between threads.
+class Board {
+ public:
+  explicit Board(int n_ranks) : n_(static_cast<size_t>(n_ranks)), alive_(n_) {}
+
+  Exchange of(int rank) {
+    return [this, rank](const void* mine, size_t n_bytes, void* all) {
+      return exchange(static_cast<size_t>(rank), mine, n_bytes, all);
+    };
+  }
+  void leave() {
+    const std::lock_guard lock(mutex_);
+    --alive_;
+    changed_.notify_all();
+  }
+
+ private:
+  Status exchange(size_t rank, const void* mine, size_t n_bytes, void* all) {
+    std::unique_lock lock(mutex_);
+    const size_t round = round_;
+    bytes_.resize(n_ * n_bytes);
+    std::memcpy(bytes_.data() + rank * n_bytes, mine, n_bytes);
+    if (++n_here_ == n_) {
+      result_ = bytes_;
+      n_here_ = 0;
+      ++round_;
+      changed_.notify_all();
+    } else if (!changed_.wait_for(lock, std::chrono::seconds(60),
+                                  [&] { return round_ != round || alive_ < n_; }) ||
+               round_ == round) {
+      return Status::error(Code::kPeerLost, "a rank has left the test");
+    }
+    std::memcpy(all, result_.data(), n_ * n_bytes);
+    return {};
+  }
+
+  const size_t n_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<char> bytes_, result_;
+  size_t n_here_ = 0, round_ = 0, alive_;
+};
+
+struct PeerRank {
+  int rank = 0;
+  int size = 1;
+  int device = 0;
+  Exchange exchange;
+  std::unique_ptr<PeerMemory> memory;
+  std::unique_ptr<PeerCollectives> comm;
+  cudaStream_t stream = nullptr;
+  bool close = true;
+
+  cuda::Stream on() const { return stream; }
+  Status pass() const {  // the stream has passed everything, and it went well
+    if (cudaStreamSynchronize(stream) != cudaSuccess) return Status::error(Code::kSystem, "stream");
+    return comm->failure();
+  }
+};
+
+// Small blocks: a CUDA thread costs a fiber here.
+inline PeerOptions small_options() {
+  PeerOptions options;
+  options.timeout_s = 60;
+  options.half_bytes = 64 << 10;
+  options.max_blocks = 3;
+  options.n_threads = 32;
+  options.one_shot_bytes = 2048;
+  return options;
+}
+
+inline Status make_peer(PeerRank& self, const PeerOptions& options, size_t n_heap_bytes = 1 << 20) {
+  const PeerMemory::Options memory{self.device,
+                                   self.rank,
+                                   self.size,
+                                   PeerCollectives::reserved_bytes(options.half_bytes),
+                                   PeerCollectives::zero_bytes(),
+                                   n_heap_bytes};
+  if (cudaSetDevice(self.device) != cudaSuccess) return Status::error(Code::kSystem, "cudaSetDevice");
+  PYCOMM_RETURN_IF_ERROR(PeerMemory::create(memory, self.exchange, &self.memory));
+  if (cudaStreamCreateWithFlags(&self.stream, cudaStreamNonBlocking) != cudaSuccess) {
+    return Status::error(Code::kSystem, "cudaStreamCreate");
+  }
+  return PeerCollectives::create(self.memory.get(), options, self.exchange, &self.comm);
+}
+
+inline Status end_peer(PeerRank& self) {
+  self.comm.reset();
+  if (self.stream != nullptr && cudaStreamDestroy(self.stream) != cudaSuccess) {
+    return Status::error(Code::kSystem, "cudaStreamDestroy");
+  }
+  return self.memory->close(self.exchange);
+}
+
+inline void run_peers(int n, const PeerOptions& options, const std::function<void(PeerRank&)>& fn) {
+  Board board(n);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < n; ++r) {
+    threads.emplace_back([&, r] {
+      PeerRank self;
+      self.rank = r;
+      self.size = n;
+      self.device = r;
+      self.exchange = board.of(r);
+      const Status made = make_peer(self, options);
+      EXPECT_TRUE(made.ok()) << "rank " << r << ": " << made.message();
+      if (made.ok()) fn(self);
+      if (made.ok() && !testing::Test::HasFatalFailure() && self.close) {
+        const Status ended = end_peer(self);
+        EXPECT_TRUE(ended.ok()) << "rank " << r << ": " << ended.message();
+      }
+      board.leave();
+    });
+  }
+  for (std::thread& t : threads) t.join();
+}
+
+}  // namespace pycomm
