@@ -149,12 +149,64 @@ class Communicator(Collectives, PointToPoint):
         return self._split(0 if inside else None, wanted.index(self.rank) if inside else 0, plan)
 
     def _distinct(self, ranks: Any) -> list[int]:
-        if not isinstance(ranks, Iterable) or isinstance(ranks, (str, bytes)):
-            raise TypeError(f"new_group: ranks must be a list of ranks, got {arguments.short(ranks)}")
-        wanted = [arguments.rank("new_group: each of ranks", r, self.size) for r in ranks]
+        wanted = self._ranks("new_group", "ranks", ranks)
         if not wanted or len(set(wanted)) != len(wanted):
             raise ValueError(f"new_group: ranks must be distinct, at least one, got {arguments.short(ranks)}")
         return wanted
+
+    def _ranks(self, call: str, name: str, ranks: Any) -> list[int]:
+        if not isinstance(ranks, Iterable) or isinstance(ranks, (str, bytes)):
+            raise TypeError(f"{call}: {name} must be a list of ranks, got {arguments.short(ranks)}")
+        return [arguments.rank(f"{call}: each of {name}", r, self.size) for r in ranks]
+
+    def shrink(self, exclude: Sequence[int] = (), timeout: float = 30.0) -> Communicator:
+        """The communicator of the ranks that are left, to go on with after a failure.
+
+        Every rank that is left calls it, after its call here has raised (each is told of a failure). It works
+        on a communicator that has not failed, too, there with ``exclude``. It agrees on who is left, also
+        when more ranks die meanwhile, or when ranks see different things (csrc/engine/shrink.h). The new
+        ranks are in the order of those here. This communicator is over then: its calls raise, ``close`` it.
+
+        A rank that is alive and does not call it within ``timeout`` is left out; whatever it calls here later
+        raises PeerLostError, which says so. Between hosts, those ranks go on whose hosts had more than half
+        of the ranks, or half with rank 0: when a link fails, never both sides. (A host whose ranks are all
+        dead cannot be told from one out of reach.) On one host, one rank is enough.
+
+        Args:
+            exclude: ranks to go on without, though they live; they need not call it. It counts what any
+                caller names.
+            timeout: seconds to wait for ranks that live and do not come. The agreement itself takes
+                milliseconds, and at most 10 s more.
+
+        Returns:
+            The new communicator, of one rank or more, with this one's timeout, ``deterministic`` and forced
+            algorithms. A rank that died in the last moment may be in it: then it fails as this one did.
+
+        Raises:
+            TypeError: ``exclude`` is no list of integers, or ``timeout`` is no number.
+            ValueError: ``exclude`` names this rank or none of this communicator, ``timeout`` is not positive,
+                or this communicator was shrunk already.
+            PeerLostError: the others went on without this rank, or too few hosts are in reach.
+            CommTimeoutError: no agreement within ``timeout`` and 10 s; it may be called again.
+            CommError: the communicator is closed.
+
+        Example:
+            >>> import pycomm, torch
+            >>> comm = pycomm.init()
+            >>> try:
+            ...     _ = comm.all_reduce(torch.ones(3))
+            ... except pycomm.CommError:  # a rank died: DistributedDataParallel etc. must be built anew
+            ...     old, comm = comm, comm.shrink()
+            ...     old.close()
+            >>> comm.size
+            1
+        """
+        excluded = self._ranks("shrink", "exclude", exclude)
+        core = self._c.shrink(excluded, arguments.seconds("shrink: timeout", timeout))
+        child = Communicator(core)
+        if child.size == self.size:  # other sizes have the built-in table: asking rank 0 might wait for it
+            tuning.inherit(self, child)
+        return child
 
     @property
     def timeout(self) -> float:

@@ -243,6 +243,17 @@ std::unique_ptr<PyCommunicator> split(PyCommunicator& self, int64_t color, int64
   return c->comm != nullptr ? std::move(c) : nullptr;
 }
 
+std::unique_ptr<PyCommunicator> shrink(PyCommunicator& self, const std::vector<int>& exclude,
+                                       double timeout_s) {
+  auto c = std::make_unique<PyCommunicator>();
+  c->node = self.node;
+  c->deterministic = self.deterministic;
+  for (int k = 0; k < kNumCollectives; k++) c->forced[k] = self.forced[k];
+  GilHooks hooks;
+  raise_after(hooks, self.comm->shrink(exclude, timeout_s, &hooks, &c->comm));
+  return c;
+}
+
 py::list selection(const PyCommunicator& self, int kind) {
   py::list rows;
   for (const Choice& c : self.comm->selector().table(static_cast<CallKind>(kind))) {
@@ -360,6 +371,7 @@ void bind_engine(py::module_& m) {
            })
       .def("describe", [](const PyCommunicator& c, int q) { return c.comm->describe(checked(c, q)); })
       .def("split", &split)
+      .def("shrink", &shrink)
       .def("selection", &selection)
       .def("set_selection", &set_selection)
       .def("abort",

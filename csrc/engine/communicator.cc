@@ -19,6 +19,7 @@ Status Communicator::create(std::shared_ptr<Node> node, std::vector<int> node_ra
   c->engine_ = std::make_unique<Engine>(*c->group_);
   c->p2p_ = std::make_unique<PointToPoint>(*c->group_);
   c->selector_ = Selector(size);
+  c->shrink_ = std::make_unique<Shrink>(*c->group_);
   *out = std::move(c);
   return Status();
 }
@@ -41,6 +42,8 @@ Status Communicator::create(std::shared_ptr<Node> node, std::vector<int> node_ra
   }
   c.p2p_ = std::make_unique<PointToPoint>(*c.group_, across.rank, std::move(local_of), across.net,
                                           across.id | 1, across.job_ranks);
+  c.shrink_ = std::make_unique<Shrink>(*c.group_, placement, across.net, across.id ^ uint64_t{1} << 62,
+                                       across.job_ranks);
   c.hierarchy_ = std::make_unique<Hierarchy>(*c.group_, *c.engine_, c.selector_, std::move(placement),
                                              std::move(across.net), across.id & ~uint64_t{1},
                                              std::move(across.job_ranks));
@@ -350,6 +353,7 @@ Status Communicator::close(CallerHooks* hooks, double limit_s, const std::string
   if (thread_.joinable()) thread_.join();
   p2p_->stop();
   if (hierarchy_ != nullptr) hierarchy_->remote().leave(why);
+  shrink_->leave(why);
   p2p_->leave(why);
   group_->leave(why);
   return s;

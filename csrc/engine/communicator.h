@@ -19,6 +19,7 @@
 #include "engine/engine.h"
 #include "engine/hierarchy.h"
 #include "engine/select.h"
+#include "engine/shrink.h"
 #include "engine/work.h"
 
 namespace pycomm {
@@ -86,6 +87,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // same on all ranks: new_group's list, hashed.
   Status split(int64_t color, int64_t key, int64_t plan, CallerHooks* hooks,
                std::shared_ptr<Communicator>* out);
+  // The communicator of the ranks that are left (engine/shrink.h), in their order here, without those of
+  // `exclude`. Every one of them calls it, after a failure or not; this one is over then, but for close().
+  Status shrink(const std::vector<int>& exclude, double timeout_s, CallerHooks* hooks,
+                std::shared_ptr<Communicator>* out);
   void abort(const std::string& why);
   // Waits for what runs and what is queued (bounded by the timeout), then leaves; `why` is for peers that
   // still wait for this rank. Idempotent. kInterrupt: Ctrl-C came; the communicator was aborted, and is
@@ -104,7 +109,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   };
   Communicator() = default;
   Status prepare_across(Request* request, const char* algorithm);
-  Status make_child(const std::vector<int>& members, const std::vector<uint64_t>& offsets, int64_t color,
+  // `salt`: of its id; none of this communicator's other children has it.
+  Status make_child(const std::vector<int>& members, const std::vector<uint64_t>& offsets, uint64_t salt,
                     std::shared_ptr<Communicator>* out);
   Status execute(Request& request, CallerHooks* hooks);
   Status enqueue(std::unique_ptr<Request> request, std::shared_ptr<Work> work, bool small);
@@ -117,9 +123,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::unique_ptr<PointToPoint> p2p_;
   Selector selector_;
   std::unique_ptr<Hierarchy> hierarchy_;
+  std::unique_ptr<Shrink> shrink_;
   std::vector<int> job_ranks_;  // with a hierarchy
   std::shared_ptr<Net> net_;
   uint64_t id_ = 0, n_splits_ = 0;
+  bool shrunk_ = false;
   std::atomic<bool> closed_{false};
 
   // Whoever sets busy_ runs the engine. waiting_ counts queued jobs, and close(); both are sequentially

@@ -6,7 +6,7 @@
 // and either up to 32 bytes of data or the addresses of the tensors. The slot's *stage* follows the head:
 // small data beside their flag. `progress` counts posts (engine/plan.h) since the communicator was made.
 // `state` tells whether the rank has left or failed, and `failure` what it saw, or why it left. A refused
-// call leaves its reason in the stage.
+// call leaves its reason in the stage. `shrink` serves even after the communicator has failed.
 //
 // A slot may be written again once all peers have entered a later position than the one after which they are
 // done with it (Engine::slot_free_).
@@ -52,6 +52,18 @@ enum class InPlace : uint64_t { kNo, kYes, kEither };
 
 enum class RankState : uint64_t { kActive, kLeft, kFailed };
 
+// Of a shrink (engine/shrink.h). Of the host's first rank counts, for all of them: vote and decided.
+inline constexpr size_t kShrinkWords = 32;
+struct alignas(128) ShrinkArea {
+  std::atomic<uint64_t> vote;     // engine/board.h
+  std::atomic<uint64_t> decided;  // 1 + the slot of the decision; 0: none yet
+  std::atomic<uint64_t> joined;   // offset of this rank's block for the new communicator; 0: it has not come
+  std::atomic<uint64_t> beat;     // rises while it is there
+  std::atomic<uint64_t> excluded[kShrinkWords];  // the ranks that it wants to go on without
+  std::atomic<uint64_t> lost[kShrinkWords];      // the ranks of other hosts that it cannot reach
+  std::atomic<uint64_t> values[2][kShrinkWords];
+};
+
 struct Control {
   Flag sleepers;  // how many peers sleep on a flag of ours
   Flag progress;
@@ -62,8 +74,10 @@ struct Control {
   Flag pipes;     // offset of our pipes, 0 before the first send
   Flag departed;  // how many peers will never look at this block again
   Flag note;      // what the program of this rank says that it is doing; the engine does not look at it
+  ShrinkArea shrink;
   alignas(4096) Slot slots[kSlots];
 };
+static_assert(offsetof(Control, slots) == 4096);
 
 inline constexpr size_t kControlBytes = sizeof(Control) + alignof(Control);
 // The control block in the allocation at `offset`. Mappings are page-aligned everywhere, so this is the same

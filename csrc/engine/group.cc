@@ -28,12 +28,13 @@ Group::Group(std::shared_ptr<Node> node, std::vector<int> node_ranks, int rank, 
       node_ranks_(std::move(node_ranks)),
       rank_(rank),
       timeout_s_(timeout_s),
-      policy_(WaitPolicy::choose(node_->size())) {  // all of them want the cores, whoever they talk to
-
+      policy_(WaitPolicy::choose(node_->size())),  // all of them want the cores, whoever they talk to
+      board_(controls_, rank) {
   control_offset_ = controls[static_cast<size_t>(rank_)];
   for (int q = 0; q < size(); q++) {
     bases_.push_back(node_->base(node_ranks_[q]));
     controls_.push_back(control_at(bases_[q], controls[q]));
+    mappings_.push_back(node_->mapping(node_ranks_[q]));
   }
 }
 
@@ -83,7 +84,19 @@ void Group::fail(const Status& status) {
 
 void Group::abort(const std::string& why) { fail(Status::error(Code::kClosed, why)); }
 
+Status Group::left_out() const {
+  RankSet went_on;
+  if (!board_.decided(&went_on) || went_on.has(name(rank_))) return Status();
+  return Status::error(
+      Code::kPeerLost,
+      format("the other ranks went on without %s: it did not come to their shrink() in time, "
+             "could not be reached, or was excluded there; this process cannot join them "
+             "again, so end it (or restart the job)",
+             describe(rank_).c_str()));
+}
+
 Status Group::failure() const {
+  PYCOMM_RETURN_IF_ERROR(left_out());
   std::lock_guard lock(failure_mutex_);
   return failure_.clone();
 }
@@ -95,6 +108,7 @@ const char* Group::gone(int q) const {
 }
 
 Status Group::failed_peer(const std::string& here) const {
+  PYCOMM_RETURN_IF_ERROR(left_out());
   for (int q = 0; q < size(); q++) {
     const Control& c = control(q);
     if (q == rank() ||

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/board.h"
 #include "engine/call.h"
 #include "engine/control.h"
 #include "transport/node.h"
@@ -56,8 +57,13 @@ class Group {
   void abort(const std::string& why);
   // Records the first failure and shows it to the peers.
   void fail(const Status& status);
-  Status failure() const;  // ok while usable
+  Status failure() const;  // ok while usable; `left_out` counts more than what came before
   bool failed() const { return failed_.load(std::memory_order_acquire); }
+
+  // What a shrink has decided on this host, if anything.
+  Board& board() { return board_; }
+  // The others went on without this rank (engine/shrink.h): says so; else ok.
+  Status left_out() const;
 
   // A word that peers may read at any time, whatever this rank is in: 0 at first.
   void set_note(uint64_t note);
@@ -88,6 +94,8 @@ class Group {
   WaitPolicy policy_;
   std::vector<Control*> controls_;
   std::vector<std::byte*> bases_;
+  std::vector<std::shared_ptr<PeerArena>> mappings_;  // the node may let go of dead peers
+  Board board_;
   std::atomic<bool> failed_{false};
   mutable std::mutex failure_mutex_;
   Status failure_;

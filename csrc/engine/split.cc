@@ -62,12 +62,12 @@ Status Communicator::split(int64_t color, int64_t key, int64_t plan, CallerHooks
   std::stable_sort(members.begin(), members.end(), [&](int a, int b) { return row(a)[1] < row(b)[1]; });
   std::vector<uint64_t> offsets;
   for (const int q : members) offsets.push_back(static_cast<uint64_t>(row(q)[2]));
-  return make_child(members, offsets, color, out);
+  return make_child(members, offsets, n_splits_ << 32 ^ static_cast<uint64_t>(color), out);
 }
 
 // The communicator of these ranks of ours, which this rank is one of.
 Status Communicator::make_child(const std::vector<int>& members, const std::vector<uint64_t>& offsets,
-                                int64_t color, std::shared_ptr<Communicator>* out) {
+                                uint64_t salt, std::shared_ptr<Communicator>* out) {
   const Placement* const here = placement();
   Across across{net_, {}, {}, id_, 0};
   std::vector<int> node_ranks;
@@ -90,7 +90,6 @@ Status Communicator::make_child(const std::vector<int>& members, const std::vect
   }
   const double timeout_s = group_->timeout_s();
   if (here == nullptr) return create(group_->node(), node_ranks, local, timeout_s, controls, out);
-  const uint64_t salt = n_splits_ << 32 ^ static_cast<uint64_t>(color);
   across.id = (static_cast<uint64_t>(hash_mix(id_, salt)) << 32 | hash_mix(salt, ~id_)) & ~uint64_t{1};
   return create(group_->node(), node_ranks, local, timeout_s, controls, std::move(across), out);
 }

@@ -261,9 +261,26 @@ void Node::free_retired() {
   });
 }
 
+std::shared_ptr<PeerArena> Node::mapping(int rank) const {
+  std::lock_guard lock(nodes_mutex);
+  return peers_[rank].arena;
+}
+
+void Node::forget(int rank) {
+  if (alive(rank)) return;
+  std::lock_guard lock(nodes_mutex);
+  Peer& p = peers_[rank];
+  p.forgotten = true;
+  close_fd(&p.pidfd);
+  close_fd(&p.socket);
+  p.arena = nullptr;
+}
+
 bool Node::alive(int rank) const {
+  std::lock_guard lock(nodes_mutex);
   const Peer& p = peers_[rank];
   if (rank == rank_) return true;
+  if (p.forgotten) return false;
   pollfd fd{p.pidfd >= 0 ? p.pidfd : p.socket, POLLIN, 0};
   if (fd.fd < 0 || poll(&fd, 1, 0) <= 0) return true;
   return p.pidfd < 0 && (fd.revents & (POLLHUP | POLLIN)) == 0;

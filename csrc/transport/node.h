@@ -35,12 +35,16 @@ class Node {
   const std::shared_ptr<Arena>& arena() const { return arena_; }
   const std::string& host() const { return host_; }
   std::byte* base(int rank) const { return peers_[rank].base; }
+  // Keeps a peer's arena mapped; null for our own.
+  std::shared_ptr<PeerArena> mapping(int rank) const;
   int64_t pid(int rank) const { return peers_[rank].pid; }
   bool alive(int rank) const;
   // "sleeping", "stopped", "running", … from /proc, or "dead", or "unknown".
   const char* process_state(int rank) const;
   bool forked() const { return fork_generation_ != current_fork_generation(); }
   void close_descriptors();  // in a forked child
+  // Lets go of a peer that is dead: its descriptors now, its arena with the last mapping() that is held.
+  void forget(int rank);
 
   // Two allocations of our arena (0: none) that are free when `count`, which lies in the first one, has
   // reached `until`: a dead peer never counts, so they then go with the arena. free_retired() frees what it
@@ -57,6 +61,7 @@ class Node {
     int pidfd = -1;
     int socket = -1;
     std::shared_ptr<PeerArena> arena;
+    bool forgotten = false;
   };
   Node() = default;
   Status exchange(const std::string& folder, double timeout_s, Status (*poll)());
