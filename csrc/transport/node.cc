@@ -29,9 +29,10 @@ struct Hello {
   int32_t size;
   uint32_t unused;
   uint64_t reserved;
+  char trouble[256];  // why this rank cannot join; it comes only to say so
 };
 constexpr char kMagic[8] = {'p', 'y', 'c', 'o', 'm', 'm', 0, 1};
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 
 double now_s() {
   timespec t;
@@ -92,23 +93,46 @@ Status Node::join(const std::string& folder, int rank, int size, size_t first_bl
   node->size_ = size;
   node->fork_generation_ = current_fork_generation();
   node->peers_.resize(size);
-  PYCOMM_RETURN_IF_ERROR(Arena::create(&node->arena_));
-  uint64_t at = 0;
-  PYCOMM_RETURN_IF_ERROR(node->arena_->allocate(first_block, &at));  // of a fresh file: offset 0
-  node->peers_[rank].base = node->arena_->base();
-  node->peers_[rank].pid = getpid();
+  Status s = node->make_arena(first_block);
   register_node(node.get());
   if (size > 1) {
-    PYCOMM_RETURN_IF_ERROR(make_run_folder(folder));
-    Status s = node->exchange(folder, timeout_s, poll);
-    rmdir(folder.c_str());  // succeeds for the last one out
-    PYCOMM_RETURN_IF_ERROR(std::move(s));
+    node->peers_[rank].trouble = s.message();
+    s = make_run_folder(folder);
+    if (s.ok()) s = node->exchange(folder, timeout_s, poll);
+    if (s.ok()) s = node->trouble();
   }
+  // Succeeds for the last one out, and for the only rank of a host, for which its caller may have made it.
+  if (!folder.empty()) rmdir(folder.c_str());
+  PYCOMM_RETURN_IF_ERROR(std::move(s));
   *out = std::move(node);
   return Status();
 }
 
-Status Node::greet(int socket, int* peer_rank, int* fd, size_t* reserved) const {
+Status Node::make_arena(size_t first_block) {
+  Peer& mine = peers_[rank_];
+  mine.pid = getpid();
+  mine.met = true;
+  PYCOMM_RETURN_IF_ERROR(Arena::create(&arena_));
+  uint64_t at = 0;
+  PYCOMM_RETURN_IF_ERROR(arena_->allocate(first_block, &at));  // of a fresh file: offset 0
+  mine.base = arena_->base();
+  return Status();
+}
+
+// Whoever has no arena meets the others all the same, so that nobody waits for it until the timeout.
+Status Node::trouble() const {
+  if (!peers_[rank_].trouble.empty()) return Status::error(Code::kSystem, peers_[rank_].trouble);
+  for (int q = 0; q < size_; q++) {
+    if (!peers_[q].trouble.empty()) {
+      return Status::error(Code::kSystem,
+                           format("rank %d (host %s, pid %lld) cannot join: %s", q, host_.c_str(),
+                                  static_cast<long long>(peers_[q].pid), peers_[q].trouble.c_str()));
+    }
+  }
+  return Status();
+}
+
+Status Node::greet(int socket, int* peer_rank, int* fd, Offer* offer) const {
   Hello hello;
   size_t n = 0;
   PYCOMM_RETURN_IF_ERROR(recv_with_fd(socket, &hello, sizeof hello, 0, &n, fd));
@@ -127,19 +151,25 @@ Status Node::greet(int socket, int* peer_rank, int* fd, size_t* reserved) const 
                hello.rank, hello.size, hello.version, rank_, size_, kVersion));
   }
   *peer_rank = hello.rank;
-  *reserved = hello.reserved;
+  *offer = {hello.reserved, std::string(hello.trouble, strnlen(hello.trouble, sizeof hello.trouble))};
   return Status();
 }
 
-Status Node::adopt(int peer_rank, int socket, int fd, size_t reserved) {
+Status Node::adopt(int peer_rank, int socket, int fd, Offer offer) {
   Peer& p = peers_[peer_rank];
-  if (p.base != nullptr) {
+  if (p.met) {
     ::close(fd);
     return Status::error(Code::kValue,
                          format("two processes joined as rank %d: check RANK of every process", peer_rank));
   }
-  PYCOMM_RETURN_IF_ERROR(PeerArena::attach(fd, reserved, &p.arena));
-  p.base = p.arena->base();
+  p.trouble = std::move(offer.trouble);
+  if (p.trouble.empty()) {
+    PYCOMM_RETURN_IF_ERROR(PeerArena::attach(fd, offer.reserved, &p.arena));
+    p.base = p.arena->base();
+  } else {
+    ::close(fd);
+  }
+  p.met = true;
   PYCOMM_RETURN_IF_ERROR(check_peer_user(socket, &p.pid));
   p.socket = socket;  // ours from here on; on an error it stays the caller's
   if (p.pid > 0) p.pidfd = static_cast<int>(syscall(SYS_pidfd_open, p.pid, 0));
@@ -165,23 +195,27 @@ Status Node::exchange(const std::string& folder, double timeout_s, Status (*poll
       for (int& s : in) close_fd(&s);
     }
   } closer{own, listener, out, in};
-  Hello hello{{}, kVersion, rank_, size_, 0, arena_->reserved()};
+  const std::string& mine = peers_[rank_].trouble;
+  Hello hello{{}, kVersion, rank_, size_, 0, mine.empty() ? arena_->reserved() : 0, {}};
   std::memcpy(hello.magic, kMagic, sizeof kMagic);
+  std::memcpy(hello.trouble, mine.data(), utf8_prefix(mine, sizeof hello.trouble - 1));
+  // With trouble any descriptor does: it is not looked at.
+  const auto arena_or = [&](int socket) { return mine.empty() ? arena_->fd() : socket; };
   int joined = 1;
   double last_poll = now_s();
   while (joined < size_) {
     for (int q = 0; q < rank_; q++) {
-      if (peers_[q].base != nullptr) continue;
+      if (peers_[q].met) continue;
       if (out[q] < 0) {
         PYCOMM_RETURN_IF_ERROR(unix_connect(folder + "/" + std::to_string(q) + ".sock", &out[q]));
         if (out[q] < 0) continue;
-        PYCOMM_RETURN_IF_ERROR(send_with_fd(out[q], &hello, sizeof hello, arena_->fd()));
+        PYCOMM_RETURN_IF_ERROR(send_with_fd(out[q], &hello, sizeof hello, arena_or(out[q])));
       }
       int peer = -1, fd = -1;
-      size_t reserved = 0;
-      PYCOMM_RETURN_IF_ERROR(greet(out[q], &peer, &fd, &reserved).within(format("joining rank %d", q)));
+      Offer offer;
+      PYCOMM_RETURN_IF_ERROR(greet(out[q], &peer, &fd, &offer).within(format("joining rank %d", q)));
       if (peer < 0) continue;
-      PYCOMM_RETURN_IF_ERROR(adopt(q, out[q], fd, reserved));
+      PYCOMM_RETURN_IF_ERROR(adopt(q, out[q], fd, std::move(offer)));
       out[q] = -1;
       joined++;
     }
@@ -190,20 +224,20 @@ Status Node::exchange(const std::string& folder, double timeout_s, Status (*poll
     if (fresh >= 0) in.push_back(fresh);
     for (int& s : in) {
       int peer = -1, fd = -1;
-      size_t reserved = 0;
-      Status heard = greet(s, &peer, &fd, &reserved);
+      Offer offer;
+      Status heard = greet(s, &peer, &fd, &offer);
       if (heard.code() == Code::kSystem || heard.code() == Code::kPeerLost) {
         close_fd(&s);  // a stranger, or a rank that gave up: not ours to fail for
         continue;
       }
       PYCOMM_RETURN_IF_ERROR(std::move(heard));
       if (peer < 0) continue;
-      Status answered = send_with_fd(s, &hello, sizeof hello, arena_->fd());
+      Status answered = send_with_fd(s, &hello, sizeof hello, arena_or(s));
       if (!answered.ok()) {
         close_fd(&fd);
         return std::move(answered).within(format("answering rank %d", peer));
       }
-      PYCOMM_RETURN_IF_ERROR(adopt(peer, s, fd, reserved));
+      PYCOMM_RETURN_IF_ERROR(adopt(peer, s, fd, std::move(offer)));
       s = -1;
       joined++;
     }
@@ -216,7 +250,7 @@ Status Node::exchange(const std::string& folder, double timeout_s, Status (*poll
     if (t > end && joined < size_) {
       std::string missing;
       for (int q = 0; q < size_; q++) {
-        if (peers_[q].base == nullptr) missing += (missing.empty() ? "" : ", ") + std::to_string(q);
+        if (!peers_[q].met) missing += (missing.empty() ? "" : ", ") + std::to_string(q);
       }
       return Status::error(Code::kTimeout,
                            format("rank %d waited %.0f s in %s for rank(s) %s to join: were all %d processes "
@@ -243,7 +277,7 @@ void Node::close_descriptors() {
     close_fd(&p.pidfd);
     close_fd(&p.socket);
   }
-  arena_->close_descriptor();
+  if (arena_ != nullptr) arena_->close_descriptor();
 }
 
 void Node::retire(std::array<uint64_t, 2> offsets, const std::atomic<uint64_t>& count, uint64_t until) {

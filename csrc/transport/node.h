@@ -62,11 +62,19 @@ class Node {
     int socket = -1;
     std::shared_ptr<PeerArena> arena;
     bool forgotten = false;
+    bool met = false;
+    std::string trouble;  // why it cannot join
+  };
+  struct Offer {  // what a rank says of itself when it joins
+    size_t reserved = 0;
+    std::string trouble;
   };
   Node() = default;
+  Status make_arena(size_t first_block);
+  Status trouble() const;
   Status exchange(const std::string& folder, double timeout_s, Status (*poll)());
-  Status greet(int socket, int* peer_rank, int* fd, size_t* reserved) const;
-  Status adopt(int peer_rank, int socket, int fd, size_t reserved);
+  Status greet(int socket, int* peer_rank, int* fd, Offer* offer) const;
+  Status adopt(int peer_rank, int socket, int fd, Offer offer);
 
   int rank_ = 0;
   int size_ = 1;
