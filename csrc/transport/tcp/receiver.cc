@@ -39,7 +39,8 @@ Status Receiver::greet(const Admit& admit) {
 
 Status Receiver::begin_payload(const Find& find) {
   if (header_.magic != kMessageMagic || header_.n_bytes > kMaxPayload) {
-    return Status::error(Code::kPeerLost, "sent something that is not a message of pycomm's");
+    return Status::error(Code::kPeerLost,
+                         channel_->peer() + " sent something that is not a message of pycomm's");
   }
   got_ = 0;
   own_.reset();
@@ -49,7 +50,8 @@ Status Receiver::begin_payload(const Find& find) {
   own_.reset(new (std::nothrow) std::byte[header_.n_bytes]);
   to_ = own_.get();
   if (to_ == nullptr)
-    return Status::error(Code::kSystem, "no memory for a message that nobody waits for yet");
+    return Status::error(Code::kSystem,
+                         "no memory for a message of " + channel_->peer() + " that nobody waits for yet");
   return Status();
 }
 
