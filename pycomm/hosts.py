@@ -34,11 +34,26 @@ class Hosts:
     host_of: list[int]  # of each rank, numbered by their lowest ranks
     folder: str  # where this host's ranks meet
     net: _C.Net
+    store: Any
+    key: str  # of this meeting
 
     def local(self, rank: int) -> tuple[int, int]:
         """The rank's number on its host, and how many there are."""
         here = [r for r, host in enumerate(self.host_of) if host == self.host_of[rank]]
         return here.index(rank), len(here)
+
+    def all_joined(self, rank: int, trouble: str, timeout: float) -> None:
+        """Every rank says whether it has joined the others of its host; ``trouble``: why not, or "".
+
+        Raises:
+            CommError: some rank has not; each rank raises it, so that none finds out in its first call.
+        """
+        texts = exchange(self.store, f"{self.key}/joined", rank, len(self.host_of), trouble, timeout)
+        troubles = {r: text for r, text in enumerate(texts) if text}
+        # Those who only heard of it from a rank of their host, by its number there, add nothing.
+        first_hand = {r: text for r, text in troubles.items() if " cannot join: " not in text}
+        if wrong := [f"rank {r} cannot join: {text}" for r, text in (first_hand or troubles).items()]:
+            raise CommError("; ".join(wrong))
 
 
 def temporary_root() -> str:
@@ -175,7 +190,7 @@ def meet(store: Any, key: str, rank: int, size: int, folder: str, timeout: float
     if wrong:
         raise CommError(f"rank {rank}: other ranks cannot be reached: {'; '.join(wrong)}")
     net.set_peers([t[0] for t in told], [t[1] for t in told])
-    return Hosts(host_of, told[host_of.index(host_of[rank])][3], net)
+    return Hosts(host_of, told[host_of.index(host_of[rank])][3], net, store, key)
 
 
 def _net(key: str, rank: int, size: int, master: str, secret: str) -> _C.Net:

@@ -8,6 +8,8 @@ from typing import Any
 from pycomm import _C, arguments, rendezvous, tuning
 from pycomm.calling import KINDS
 from pycomm.communicator import Communicator
+from pycomm.errors import CommError
+from pycomm.hosts import Hosts
 
 
 def _forced_algorithms() -> dict[str, str]:
@@ -21,6 +23,19 @@ def _forced_algorithms() -> dict[str, str]:
             raise ValueError(f"PYCOMM_ALGORITHM: {collective!r} is not a collective with algorithms")
         forced[collective] = name
     return forced
+
+
+def _join_hosts(place: rendezvous.Place, hosts: Hosts, timeout: float) -> _C.Communicator:
+    local_rank, local_size = hosts.local(place.rank)
+    try:
+        core = _C.Communicator.join_hosts(
+            place.folder, local_rank, local_size, timeout, timeout, hosts.net, hosts.host_of
+        )
+    except CommError as error:
+        hosts.all_joined(place.rank, str(error), timeout)
+        raise
+    hosts.all_joined(place.rank, "", timeout)
+    return core
 
 
 def init(
@@ -62,10 +77,7 @@ def init(
         if place.hosts is None:
             core = _C.Communicator.join(place.folder, place.rank, place.size, timeout, timeout)
         else:
-            local_rank, local_size = place.hosts.local(place.rank)
-            core = _C.Communicator.join_hosts(
-                place.folder, local_rank, local_size, timeout, timeout, place.hosts.net, place.hosts.host_of
-            )
+            core = _join_hosts(place, place.hosts, timeout)
     core.deterministic = deterministic == "1"
     for collective, name in forced.items():
         core.force_algorithm(KINDS[collective], name)
