@@ -62,12 +62,13 @@ void Sender::finish_first() {
   Outgoing m = std::move(queue_.front());
   queue_.pop_front();
   done_ -= sizeof(MessageHeader) + m.header.n_bytes;
-  if (without_copy_) {
+  // (Its beginning may have been acknowledged before its end went as a copy: then nothing is pending.)
+  if (without_copy_ && channel_->zero_copy().pending()) {
     unacknowledged_.push_back({std::move(m), channel_->zero_copy().n_begun()});
-    without_copy_ = false;
   } else if (m.sink != nullptr) {
     m.sink->sent(m.token);
   }
+  without_copy_ = false;
 }
 
 // Its header, which moves within the queue, as a copy, its payload without one.
