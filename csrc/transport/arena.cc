@@ -95,9 +95,9 @@ Status Arena::grow(size_t n_bytes) {
   } while (err == EINTR);
   if (err != 0) {
     return Status::from_errno(
-        format("shared arena: no memory for %zu more bytes (%zu in use; see the container's memory "
-               "limit)",
-               step, size_),
+        format(
+            "shared arena: no memory for %zu more bytes (%zu in use; see ulimit -f and vm.overcommit_memory)",
+            step, size_),
         err);
   }
   const auto last = free_.empty() ? free_.end() : std::prev(free_.end());
