@@ -18,7 +18,7 @@ REQUIRED := $(if $(filter true,$(CI)),-DPYCOMM_TESTS=ON -DPYCOMM_BENCH=ON -DPYCO
 # ThreadSanitizer wants its addresses where it expects them; where setarch is not allowed it may do without.
 FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: demo test build venv test-cpp test-python test-torch test-trainers lint format types layers tsan asan fuzz cuda emulated bench clean
+.PHONY: demo test build venv test-cpp test-python test-torch test-trainers lint format types layers tsan asan fuzz chaos cuda emulated bench clean
 .DEFAULT_GOAL := test
 
 test: test-cpp test-python
@@ -96,6 +96,10 @@ tsan asan: $(READY)
 # Every parser of bytes from other hosts against libFuzzer, FUZZ_SECONDS (20) each; needs clang.
 fuzz:
 	@tests/fuzz/run.sh
+
+# Real faults in real jobs, on hosts made of network namespaces (root); writes the table (about ten minutes of two cores).
+chaos: build
+	$(BIN)/python tests/chaos --write docs/reliability.md
 
 # The CUDA kernels: by nvcc for all architectures, with the assertions on the machine code (no GPU needed); and
 # executed on the CPU, optimised (tsan and asan execute them as well).

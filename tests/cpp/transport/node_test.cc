@@ -78,6 +78,36 @@ TEST_F(NodeTest, RanksFindEachOtherAndSeeEachOthersMemory) {
   }
 }
 
+TEST_F(NodeTest, WhoHasNoMemoryForItsArenaTellsTheOthers) {
+  constexpr size_t kTooMuch = size_t{1} << 30;  // more than PYCOMM_ARENA_MAX
+  std::vector<std::string> said(3);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < 3; r++) {
+    threads.emplace_back([&, r] {
+      std::shared_ptr<Node> node;
+      const Status s = Node::join(folder_, r, 3, r == 1 ? kTooMuch : 4096, 10, nullptr, &node);
+      EXPECT_EQ(s.code(), Code::kSystem);
+      EXPECT_EQ(node, nullptr);
+      said[static_cast<size_t>(r)] = s.message();
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  EXPECT_EQ(said[1].rfind("shared arena: ", 0), 0u) << said[1];
+  for (const size_t r : {size_t{0}, size_t{2}}) {
+    EXPECT_EQ(said[r].rfind("rank 1 (host ", 0), 0u) << said[r];
+    EXPECT_NE(said[r].find("cannot join: shared arena: "), std::string::npos) << said[r];
+  }
+  EXPECT_FALSE(exists("")) << "the run folder is left behind";
+}
+
+TEST_F(NodeTest, TheOnlyRankOfAHostLeavesNoFolder) {
+  ASSERT_EQ(mkdir(folder_.c_str(), 0700), 0);
+  std::shared_ptr<Node> node;
+  const Status s = join(0, 1, &node);
+  ASSERT_TRUE(s.ok()) << s.message();
+  EXPECT_FALSE(exists(""));
+}
+
 TEST_F(NodeTest, AMissingRankIsNamed) {
   std::shared_ptr<Node> nodes[2];
   Status results[2];
