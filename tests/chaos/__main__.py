@@ -91,6 +91,11 @@ def table(verdicts: dict[Key, Verdict], seconds: float) -> str:
         f"`make chaos` of {time.strftime('%Y-%m-%d')}: Linux {kernel}, {cores} cores, {len(verdicts)} jobs "
         f"in {seconds / 60:.1f} minutes, {n_wrong} of them not as they must be."
     ]
+    lines += ["", "| fault | how it is made | what must happen on every rank that lives |", "|---|---|---|"]
+    for name in dict.fromkeys(key[0] for key in verdicts):
+        row = ROWS[name]
+        musts = dict.fromkeys(str(expect) for expect in row.expect.values() if expect is not None)
+        lines.append(f"| {name} | {row.what} | {'; else '.join(musts)} |")
     for transport, placement in TRANSPORTS.items():
         n_hosts = len(set(placement))
         lines += ["", f"**{transport}**: {len(placement)} ranks on {n_hosts} host{'s' * (n_hosts > 1)}", ""]

@@ -30,8 +30,19 @@ class Expect:
     all_alike: bool = False  # a victim is told the same as the others, else whom it has lost
     says: str = ""  # a pattern in the exception
     own: str = ""  # a pattern in the exception of a victim that lives, where it is about itself
-    warns: str = ""  # what healthy ranks have logged about the victim: a pattern
+    warns: str = ""  # what a healthy rank has logged about a victim: a pattern
     strangers: bool = False  # some rank has logged them
+
+    def __str__(self) -> str:
+        """For the reader of the table."""
+        text = " or ".join(self.outcomes)
+        if self.within_s:
+            text += f" within {self.within_s:g} s"
+        if self.names:
+            text += ", naming both calls" if self.all_alike else ", naming a rank to blame"
+        if self.warns:
+            text += ", after a warning at 5 s"
+        return text + (", strangers logged" if self.strangers else "")
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,7 @@ def between_hosts(expect: Expect) -> dict[str, Expect | None]:
 GOES_ON = Expect()
 NAMED_SOON = Expect(("PeerLostError",), within_s=1.0, names=True)
 NOT_REACHED = Expect(
-    ("PeerLostError",), within_s=10.0, slack_s=3.0, names=True, warns="does not answer"
+    ("PeerLostError",), within_s=10.0, slack_s=3.0, names=True, warns="has not answered"
 )  # the limit is looked at with the beat, each second
 
 ROWS: dict[str, Row] = {
@@ -150,9 +161,9 @@ ROWS: dict[str, Row] = {
             **between_hosts(
                 Expect(
                     ("CommError", "PeerLostError", "completed"),
-                    within_s=1.0,
+                    within_s=3.0,
                     names=True,
-                    own="Too many open files|has no descriptors left",
+                    own="Too many open files|rank [0-2] ",
                 )
             ),
             "shared memory": GOES_ON,
