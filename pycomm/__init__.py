@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pycomm import optim as optim
     from pycomm.communicator import Communicator
     from pycomm.ddp import DistributedDataParallel
+    from pycomm.error_feedback import ErrorFeedback
     from pycomm.initialize import init
     from pycomm.tensor_parallel.check import check_parallel
     from pycomm.work import Work
@@ -41,6 +42,7 @@ register_when_possible()
 _LAZY = {
     "Communicator": "pycomm.communicator",
     "DistributedDataParallel": "pycomm.ddp",
+    "ErrorFeedback": "pycomm.error_feedback",
     "init": "pycomm.initialize",
     "Work": "pycomm.work",
     "check_parallel": "pycomm.tensor_parallel.check",
@@ -51,6 +53,7 @@ __all__ = [
     "CommTimeoutError",
     "Communicator",
     "DistributedDataParallel",
+    "ErrorFeedback",
     "MismatchError",
     "PeerLostError",
     "ScheduleError",

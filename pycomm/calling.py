@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pycomm import _C, arguments, ops
+from pycomm import _C, arguments, error_feedback, ops
+from pycomm.error_feedback import ErrorFeedback
 from pycomm.staging import Staged, Tensors, staged
 from pycomm.work import Keeper, Work
 
@@ -51,12 +52,21 @@ class Caller(_C.FastCalls):
         op: ops.Op = "sum",
         algorithm: str | None = None,
         deterministic: bool | None = None,
+        coding: tuple[str | None, ErrorFeedback | None, Tensors] | None = None,
         **more: Any,
     ) -> Any:
-        """Checks the arguments that collectives share, makes the call, and returns ``outputs`` or a Work."""
+        """Checks the arguments that collectives share, makes the call, and returns ``outputs`` or a Work.
+
+        ``coding``: compression and error feedback, which may be None, and the whole vector.
+        """
+        residual = None
         try:
             code, scalar = ops.parse(op)
             limit = arguments.common(name, async_op, algorithm, deterministic, timeout)
+            if coding is not None and (coding[0] is not None or coding[1] is not None):
+                several_hosts = len(set(self._c.hosts)) > 1
+                chosen, residual = error_feedback.options(name, *coding, several_hosts)
+                more |= chosen
         except Exception as error:  # as self._refusing does, which costs a right call more
             self._c.refuse(str(error))
             raise
@@ -76,4 +86,4 @@ class Caller(_C.FastCalls):
                 held.write_back()
             return outputs
         finish = held.write_back if held is not None else None
-        return self._works.add(Work(done, (inputs, outputs, held), outputs, finish))
+        return self._works.add(Work(done, (inputs, outputs, held, residual), outputs, finish))

@@ -10,6 +10,13 @@ tensors of one dtype is one coalesced call over their concatenation. Common argu
     deterministic: reduce in the canonical order of docs/numerics.md, the same bits whatever the algorithm;
         None takes the communicator's default (``PYCOMM_DETERMINISTIC=1``).
     timeout: seconds this call may wait for a peer; None takes the communicator's.
+    compression: "fp16", "bf16", "fp8" (float8_e4m3fn) or "int8": what the elements of float32 (for fp8 and
+        int8 also float16 and bfloat16) tensors cross between hosts as, with a scale for each 256. Inside a
+        host everything is in full precision, and where all ranks are on one host it has no effect. The same
+        on every rank. The bounds are in docs/numerics.md. For op "sum", "avg" and "premul_sum"; between hosts
+        not with ``deterministic`` and with no other ``algorithm`` than "direct".
+    error_feedback: a :class:`pycomm.ErrorFeedback` of this vector's own, which keeps what compression loses
+        and adds it to the next call; None: it is lost.
 
 Returns: what each method says; with ``async_op`` a Work whose ``result()`` is that.
 
@@ -27,6 +34,7 @@ from typing import Any
 from pycomm import arguments, ops
 from pycomm.arguments import refuses_wrong_calls
 from pycomm.calling import Caller
+from pycomm.error_feedback import ErrorFeedback
 from pycomm.staging import Tensors
 
 
@@ -44,11 +52,14 @@ class Collectives(Caller):
         algorithm: str | None = None,
         deterministic: bool | None = None,
         timeout: float | None = None,
+        compression: str | None = None,
+        error_feedback: ErrorFeedback | None = None,
     ) -> Any:
         """What ``all_reduce`` (of the base class, in C) does not do at once: see there."""
         return self._call(
             "all_reduce", tensor, tensor if out is None else out, async_op, timeout,
             op=op, algorithm=algorithm, deterministic=deterministic,
+            coding=(compression, error_feedback, tensor),
         )  # fmt: skip
 
     @refuses_wrong_calls
@@ -63,6 +74,8 @@ class Collectives(Caller):
         algorithm: str | None = None,
         deterministic: bool | None = None,
         timeout: float | None = None,
+        compression: str | None = None,
+        error_feedback: ErrorFeedback | None = None,
     ) -> Any:
         """Rank r gets part r of the reduction of all ranks' inputs.
 
@@ -72,7 +85,8 @@ class Collectives(Caller):
                 tensors, one for each rank. ``output`` may be part r of it (in place).
             counts: elements of each part, in rank order, the same on every rank; None: equal parts, or those
                 of the list.
-            op, async_op, algorithm, deterministic, timeout: see :mod:`pycomm.collectives`.
+            op, async_op, algorithm, deterministic, timeout, compression: see :mod:`pycomm.collectives`.
+            error_feedback: likewise, of as many elements as ``input``.
 
         Returns:
             ``output`` (a :class:`pycomm.Work` with async_op).
@@ -94,6 +108,7 @@ class Collectives(Caller):
         return self._call(
             "reduce_scatter", input, output, async_op, timeout,
             op=op, algorithm=algorithm, deterministic=deterministic, counts=counts,
+            coding=(compression, error_feedback, input),
         )  # fmt: skip
 
     @refuses_wrong_calls
@@ -106,6 +121,8 @@ class Collectives(Caller):
         async_op: bool = False,
         algorithm: str | None = None,
         timeout: float | None = None,
+        compression: str | None = None,
+        error_feedback: ErrorFeedback | None = None,
     ) -> Any:
         """Every rank gets the concatenation of all ranks' inputs, in rank order.
 
@@ -116,6 +133,9 @@ class Collectives(Caller):
             counts: elements of each part, in rank order, the same on every rank; None: equal parts, or those
                 of the list.
             async_op, algorithm, timeout: see :mod:`pycomm.collectives`.
+            compression: likewise; where there are several hosts all ranks, this one included, get what the
+                codes of its part say.
+            error_feedback: likewise, of as many elements as ``output``.
 
         Returns:
             ``output`` (a :class:`pycomm.Work` with async_op).
@@ -133,7 +153,10 @@ class Collectives(Caller):
             counts = arguments.sizes("all_gather: counts", counts, self.size)
             if counts is None:
                 counts = arguments.part_sizes("all_gather: output", output, self.size)
-        return self._call("all_gather", input, output, async_op, timeout, algorithm=algorithm, counts=counts)
+        return self._call(
+            "all_gather", input, output, async_op, timeout,
+            algorithm=algorithm, counts=counts, coding=(compression, error_feedback, output),
+        )  # fmt: skip
 
     @refuses_wrong_calls
     def broadcast(

@@ -42,6 +42,10 @@ void set_option(const std::string& key, const py::handle& v, Options* o) {
     o->algorithm = v.cast<std::string>();
   else if (key == "deterministic")
     o->deterministic = v.cast<bool>();
+  else if (key == "compression")
+    o->compression = v.cast<int>();
+  else if (key == "residual")
+    o->residual = v.cast<std::pair<uintptr_t, uint64_t>>();
   else if (key == "timeout_s")
     o->timeout_s = v.cast<double>();
   else

@@ -25,7 +25,7 @@ struct FastCalls {
 
 // Interned: arguments' names are compared by address.
 PyObject *sum_name, *slow_name, *op_name, *out_name, *async_op_name, *algorithm_name, *deterministic_name,
-    *timeout_name;
+    *timeout_name, *compress_name, *error_feedback_name;
 
 // 1 done, 0 must go the long way, -1 with a Python error.
 int try_all_reduce(PyCommunicator& core, PyObject* tensor, PyObject* out) {
@@ -81,7 +81,8 @@ bool parse(PyObject* const* args, Py_ssize_t n_args, PyObject* names, PyObject**
                             : name == async_op_name
                                 ? value == Py_False
                                 : value == Py_None && (name == algorithm_name || name == deterministic_name ||
-                                                       name == timeout_name);
+                                                       name == timeout_name || name == compress_name ||
+                                                       name == error_feedback_name);
     if (!is_default) return false;
   }
   return !PyList_Check(*tensor) && !PyTuple_Check(*tensor) && !PyList_Check(*out) && !PyTuple_Check(*out);
@@ -133,14 +134,15 @@ PyMethodDef methods[] = {
     {"all_reduce", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(all_reduce)),
      METH_FASTCALL | METH_KEYWORDS,
      "all_reduce($self, tensor, op='sum', *, out=None, async_op=False, algorithm=None, deterministic=None, "
-     "timeout=None)\n--\n\n"
+     "timeout=None, compression=None, error_feedback=None)\n--\n\n"
      "Every rank gets the reduction of all ranks' tensors, the same bits everywhere.\n\n"
      "Args:\n"
      "    tensor: any shape, the same number of elements and dtype on every rank, or a list of tensors (one\n"
      "        coalesced call); overwritten when out is None.\n"
      "    op: see pycomm.collectives; avg is defined for floating and complex dtypes.\n"
      "    out: receives the result; as many elements and the dtype of tensor.\n"
-     "    async_op, algorithm, deterministic, timeout: see pycomm.collectives.\n\n"
+     "    async_op, algorithm, deterministic, timeout: see pycomm.collectives.\n"
+     "    compression, error_feedback: what crosses between hosts, see pycomm.collectives.\n\n"
      "Returns:\n"
      "    out or tensor (a pycomm.Work with async_op).\n\n"
      "Raises:\n"
@@ -173,6 +175,8 @@ void add_fast_calls(py::module_& m) {
   algorithm_name = PyUnicode_InternFromString("algorithm");
   deterministic_name = PyUnicode_InternFromString("deterministic");
   timeout_name = PyUnicode_InternFromString("timeout");
+  compress_name = PyUnicode_InternFromString("compression");
+  error_feedback_name = PyUnicode_InternFromString("error_feedback");
   PyObject* type = PyType_FromSpec(&spec);
   if (type == nullptr) throw py::error_already_set();
   m.attr("FastCalls") = py::reinterpret_steal<py::object>(type);

@@ -139,6 +139,7 @@ Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject*
   call.sig.op = static_cast<ReduceOp>(o.op);
   call.sig.root = o.root;
   call.scalar = o.scalar;
+  call.sig.compression = static_cast<Compression>(o.compression);
   const bool has_in = in != Py_None, has_out = out != Py_None;
   PYCOMM_RETURN_IF_ERROR(check_options(kind, o));
   PYCOMM_RETURN_IF_ERROR(check_given(kind, self.comm->rank() == o.root, has_in, has_out));
@@ -209,6 +210,15 @@ Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject*
                              static_cast<unsigned long long>(n)));
   }
   PYCOMM_RETURN_IF_ERROR(check_sizes(self, call, o.counts));
+  if (o.residual.first != 0 && o.residual.second != call.sig.count) {
+    return Status::error(
+        Code::kValue,
+        format("%s: error_feedback keeps %llu elements, the vector has %llu; give each vector one "
+               "of its own",
+               call_kind_name(kind), static_cast<unsigned long long>(o.residual.second),
+               static_cast<unsigned long long>(call.sig.count)));
+  }
+  call.residual = reinterpret_cast<float*>(o.residual.first);
   uint64_t before = 0;
   if (!o.counts.empty()) {
     for (int q = 0; q < self.comm->rank(); q++) before += o.counts[static_cast<size_t>(q)];

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bind/hooks.h"
@@ -40,6 +41,8 @@ struct Options {
   int op = 0;
   int root = 0;
   double scalar = 1.0;
+  int compression = 0;                        // Compression (engine/call.h)
+  std::pair<uintptr_t, uint64_t> residual{};  // address and float32 elements of error feedback; 0: none
   std::vector<uint64_t> counts, send_counts, recv_counts;
   std::optional<std::string> algorithm;
   std::optional<bool> deterministic;

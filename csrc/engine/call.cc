@@ -8,7 +8,8 @@ namespace pycomm {
 
 namespace {
 constexpr uint32_t kRefusedHash = 0xffffffffu;  // no valid call has it
-}
+constexpr int32_t kRootBits = (1 << 28) - 1;    // ranks are below 2^20 (schedule/step.h)
+}  // namespace
 
 const char* call_kind_name(CallKind kind) {
   switch (kind) {
@@ -26,6 +27,28 @@ const char* call_kind_name(CallKind kind) {
   return "?";
 }
 
+const char* compression_name(Compression c) {
+  switch (c) {
+    case Compression::kNone: return "none";
+    case Compression::kFp16: return "fp16";
+    case Compression::kBf16: return "bf16";
+    case Compression::kFp8: return "fp8";
+    case Compression::kInt8: return "int8";
+  }
+  return "?";
+}
+
+DType code_dtype(Compression c) {
+  switch (c) {
+    case Compression::kNone: return DType::kFloat32;
+    case Compression::kFp16: return DType::kFloat16;
+    case Compression::kBf16: return DType::kBFloat16;
+    case Compression::kFp8: return DType::kFloat8E4M3;
+    case Compression::kInt8: return DType::kInt8;
+  }
+  return DType::kFloat32;
+}
+
 uint32_t hash_mix(uint64_t a, uint64_t b) {
   uint64_t h = (a ^ (b * 0x9E3779B97F4A7C15ull)) * 0xBF58476D1CE4E5B9ull;
   h ^= h >> 29;
@@ -35,8 +58,8 @@ uint32_t hash_mix(uint64_t a, uint64_t b) {
 
 uint64_t Signature::packed() const {
   return static_cast<uint64_t>(kind) | static_cast<uint64_t>(op) << 8 | static_cast<uint64_t>(dtype) << 16 |
-         static_cast<uint64_t>(algorithm) << 24 | static_cast<uint64_t>(static_cast<uint32_t>(root)) << 32 |
-         static_cast<uint64_t>(deterministic) << 63;
+         static_cast<uint64_t>(algorithm) << 24 | static_cast<uint64_t>(root & kRootBits) << 32 |
+         static_cast<uint64_t>(compression) << 60 | static_cast<uint64_t>(deterministic) << 63;
 }
 
 Signature Signature::unpack(uint64_t packed, uint64_t count, uint32_t extra) {
@@ -45,7 +68,8 @@ Signature Signature::unpack(uint64_t packed, uint64_t count, uint32_t extra) {
   s.op = static_cast<ReduceOp>(packed >> 8 & 255);
   s.dtype = static_cast<DType>(packed >> 16 & 255);
   s.algorithm = static_cast<uint8_t>(packed >> 24 & 255);
-  s.root = static_cast<int32_t>(packed >> 32 & 0x7fffffff);
+  s.root = static_cast<int32_t>(packed >> 32 & kRootBits);
+  s.compression = static_cast<Compression>(packed >> 60 & 7);
   s.deterministic = packed >> 63 != 0;
   s.count = count;
   s.extra = extra;
@@ -70,6 +94,7 @@ std::string Signature::text() const {
   const bool rooted = kind == CallKind::kBroadcast || kind == CallKind::kReduce ||
                       kind == CallKind::kGather || kind == CallKind::kScatter;
   if (rooted) s += ", root " + std::to_string(root);
+  if (compression != Compression::kNone) s += std::string(", compression ") + compression_name(compression);
   if (deterministic) s += ", deterministic";
   return s + format(", parameters %08x)", extra);
 }

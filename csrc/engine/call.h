@@ -30,6 +30,12 @@ enum class CallKind : uint8_t {
 };
 const char* call_kind_name(CallKind kind);
 
+// What float elements cross between hosts as (engine/compressed.h).
+enum class Compression : uint8_t { kNone, kFp16, kBf16, kFp8, kInt8 };
+inline constexpr int kNumCompressions = 5;
+const char* compression_name(Compression c);  // "fp16"
+DType code_dtype(Compression c);              // not of kNone
+
 struct Signature {
   CallKind kind = CallKind::kBarrier;
   ReduceOp op = ReduceOp::kSum;
@@ -37,6 +43,7 @@ struct Signature {
   uint8_t algorithm = 0;  // index in the catalog, 255 where there is none
   int32_t root = 0;
   bool deterministic = false;
+  Compression compression = Compression::kNone;
   uint64_t count = 0;  // elements of the whole vector
   uint32_t extra = 0;  // hash of per-rank counts, tile size and the arena's algorithm
 
@@ -83,6 +90,7 @@ struct Call {
   size_t tile_bytes = 0;
   uint8_t direct_algorithm = 255;  // used when every rank's tensors are in the arena; sig.algorithm otherwise
   bool in_float32 = false;         // the buffers hold float32 instead (engine/convert.h)
+  float* residual = nullptr;       // error feedback: of each element of the vector, or null
   DType dtype() const { return in_float32 ? DType::kFloat32 : sig.dtype; }
 };
 

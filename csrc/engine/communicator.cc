@@ -4,6 +4,7 @@
 #include <new>
 #include <system_error>
 
+#include "engine/compressed.h"
 #include "engine/convert.h"
 #include "engine/p2p.h"
 #include "schedule/catalog.h"
@@ -94,6 +95,10 @@ Status Communicator::prepare(Request* request, const char* algorithm) {
   uint64_t counts_hash = 0;
   for (uint64_t c : request->counts) counts_hash = hash_mix(counts_hash, c);
   sig.deterministic = request->deterministic;
+  if (sig.compression != Compression::kNone) {
+    if (algorithm != nullptr) PYCOMM_RETURN_IF_ERROR(algorithm_index(sig.kind, algorithm, &sig.algorithm));
+    PYCOMM_RETURN_IF_ERROR(check_compression(sig, hierarchy_ != nullptr));
+  }
   if (hierarchy_ != nullptr) {
     sig.extra = hash_mix(counts_hash, 0);
     return prepare_across(request, algorithm);

@@ -26,7 +26,8 @@ Status Converted::begin(Engine* engine, bool deterministic, Call* call) {
   const size_t size = dtype_size(dtype);
   const bool reduces = call->sig.kind == CallKind::kAllReduce || call->sig.kind == CallKind::kReduceScatter ||
                        call->sig.kind == CallKind::kReduce;
-  if (!reduces) return Status();
+  const bool is_coded = call->sig.compression != Compression::kNone && engine == nullptr;
+  if (!reduces && !is_coded) return Status();
   const bool premul = call->sig.op == ReduceOp::kPremulSum;
   if (!is_low_precision(dtype)) {
     if (!premul) return Status();
@@ -40,7 +41,7 @@ Status Converted::begin(Engine* engine, bool deterministic, Call* call) {
     call->in = Buffer(in_.data(), call->in.n_elems());
     return Status();
   }
-  if (!premul) {
+  if (!premul && !is_coded) {
     bool complete = !deterministic;
     if (deterministic && engine != nullptr) PYCOMM_RETURN_IF_ERROR(engine->reduces_at_once(*call, &complete));
     if (complete) return Status();

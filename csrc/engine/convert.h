@@ -5,6 +5,8 @@
 //   deterministic, and     fp16, bf16 and fp8 would be rounded at every hop; the contract (docs/numerics.md)
 //   is an algorithm of        the canonical tree in float32, rounded once: the whole call runs in float32
 //   several hops
+//   compression between    codes are of float32 vectors (engine/compressed.h): so is the whole call
+//   hosts
 #pragma once
 
 #include <vector>
@@ -17,7 +19,7 @@ class Converted {
  public:
   // Whether a call needs this at all; few do, and small calls feel the look.
   static bool may_apply(const Call& call, bool deterministic) {
-    return call.sig.op == ReduceOp::kPremulSum || deterministic;
+    return call.sig.op == ReduceOp::kPremulSum || deterministic || call.sig.compression != Compression::kNone;
   }
   // Redirects the call to converted buffers where it needs them. `engine`: null when no single one reduces
   // the call (engine/hierarchy.h).

@@ -158,6 +158,7 @@ Status Hierarchy::inside(CallKind kind, Buffer in, Buffer out, std::vector<uint6
 
 const char* Hierarchy::algorithm_between(Collective collective, uint64_t n_bytes) const {
   const bool small = n_bytes <= Rounds::kEagerBytes, exact = call_->sig.deterministic;
+  if (call_->sig.compression != Compression::kNone) return "direct";
   switch (collective) {
     case Collective::kAllReduce: return small ? "recursive_doubling" : exact ? "halving_doubling" : "ring";
     case Collective::kReduceScatter: return exact ? "halving" : "ring";
@@ -171,7 +172,7 @@ const char* Hierarchy::algorithm_between(Collective collective, uint64_t n_bytes
 }
 
 Status Hierarchy::start(std::unique_ptr<Flight>* out, Collective collective, std::byte* in, std::byte* to,
-                        uint64_t count, const std::vector<uint64_t>& counts, int root_host) {
+                        uint64_t count, const std::vector<uint64_t>& counts, int root_host, uint64_t at) {
   const uint32_t run = n_runs_++;
   if (!placement_.is_owner()) return Status();
   const Algorithm* a =
@@ -192,6 +193,8 @@ Status Hierarchy::start(std::unique_ptr<Flight>* out, Collective collective, std
   task.count = count;
   task.dtype = call_->dtype();
   task.op = op_;
+  float* const residual = call_->residual;
+  task.codec = Codec(call_->sig.compression, residual == nullptr ? nullptr : residual + at);
   const auto lock = remote_->net().lock();
   (*out)->begin();
   return Status();
@@ -207,9 +210,9 @@ Status Hierarchy::finish(Flight* flight) {
 }
 
 Status Hierarchy::between(Collective collective, std::byte* in, std::byte* out, uint64_t count,
-                          const std::vector<uint64_t>& counts, int root_host) {
+                          const std::vector<uint64_t>& counts, int root_host, uint64_t at) {
   std::unique_ptr<Flight> flight;
-  PYCOMM_RETURN_IF_ERROR(start(&flight, collective, in, out, count, counts, root_host));
+  PYCOMM_RETURN_IF_ERROR(start(&flight, collective, in, out, count, counts, root_host, at));
   return finish(flight.get());
 }
 

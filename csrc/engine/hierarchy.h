@@ -90,11 +90,12 @@ class Hierarchy {
 
   // A collective of the ranks of this host, in parts of these counts.
   Status inside(CallKind kind, Buffer in, Buffer out, std::vector<uint64_t> counts, int root);
-  // A collective of the owners of this share; nothing on ranks that are none.
+  // A collective of the owners of this share; nothing on ranks that are none. `at`: of the share's first
+  // element in the call's residual.
   Status between(Collective collective, std::byte* in, std::byte* out, uint64_t count,
-                 const std::vector<uint64_t>& counts, int root_host);
+                 const std::vector<uint64_t>& counts, int root_host, uint64_t at = 0);
   Status start(std::unique_ptr<Flight>* out, Collective collective, std::byte* in, std::byte* to,
-               uint64_t count, const std::vector<uint64_t>& counts, int root_host);
+               uint64_t count, const std::vector<uint64_t>& counts, int root_host, uint64_t at = 0);
   Status finish(Flight* flight);
   const char* algorithm_between(Collective collective, uint64_t n_bytes) const;
   void divide(std::byte* data, uint64_t n);

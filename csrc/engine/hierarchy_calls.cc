@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <numeric>
 
 #include "engine/hierarchy.h"
 
@@ -21,6 +22,10 @@ void copy(const Buffer& from, const Buffer& to, size_t elem_size) {
     if (dst != src) std::memmove(dst, src, n * elem_size);
     at += n;
   }
+}
+
+uint64_t sum_before(const std::vector<uint64_t>& lengths, size_t end) {
+  return std::accumulate(lengths.begin(), lengths.begin() + static_cast<std::ptrdiff_t>(end), uint64_t{0});
 }
 }  // namespace
 
@@ -49,8 +54,8 @@ Status Hierarchy::all_reduce() {
       PYCOMM_RETURN_IF_ERROR(inside(CallKind::kReduceScatter,
                                     slice_of(call_->in, t * tile, len(t), elem_size_),
                                     Buffer(stage, cut[mine]), cut, 0));
-      PYCOMM_RETURN_IF_ERROR(
-          start(&flights_[t % kFlights], Collective::kAllReduce, stage, stage, cut[mine], {}, 0));
+      PYCOMM_RETURN_IF_ERROR(start(&flights_[t % kFlights], Collective::kAllReduce, stage, stage, cut[mine],
+                                   {}, 0, t * tile + sum_before(cut, mine)));
     }
     if (t + 1 < kFlights) continue;
     const uint64_t back = t + 1 - kFlights;
@@ -87,8 +92,8 @@ Status Hierarchy::reduce_scatter() {
       inside(CallKind::kReduceScatter, by_owners(call_->in), Buffer(share, totals[mine]), totals, 0));
   std::byte* const own = work(1, block[mine]);
   if (placement_.is_owner()) {
-    PYCOMM_RETURN_IF_ERROR(
-        between(Collective::kReduceScatter, share, own, totals[mine], share_counts(placement_.local), 0));
+    PYCOMM_RETURN_IF_ERROR(between(Collective::kReduceScatter, share, own, totals[mine],
+                                   share_counts(placement_.local), 0, sum_before(totals, mine)));
     divide(own, block[mine]);
   }
   return spread_block(own, block);
@@ -129,8 +134,8 @@ Status Hierarchy::all_gather() {
   const std::vector<uint64_t> totals = share_totals();
   std::byte* const share = work(0, totals[mine]);
   if (placement_.is_owner()) {
-    PYCOMM_RETURN_IF_ERROR(
-        between(Collective::kAllGather, own, share, totals[mine], share_counts(placement_.local), 0));
+    PYCOMM_RETURN_IF_ERROR(between(Collective::kAllGather, own, share, totals[mine],
+                                   share_counts(placement_.local), 0, sum_before(totals, mine)));
   }
   return inside(CallKind::kAllGather, Buffer(share, totals[mine]), by_owners(call_->out), totals, 0);
 }

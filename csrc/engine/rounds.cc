@@ -86,6 +86,8 @@ void Rounds::begin_tile(Tile& tile) {
   tile.sent_to.assign(static_cast<size_t>(task_.schedule->n_ranks), 0);
   tile.had_from.assign(static_cast<size_t>(task_.schedule->n_ranks), 0);
   tile.scratch.resize(task_.schedule->n_scratch * slice_ * elem_size_);
+  tile.coded.resize(task_.codec.is_active() ? task_.schedule->n_chunks() : 0);
+  for (Coded& c : tile.coded) c.is_made = false;
   next_round(tile);
 }
 
@@ -102,7 +104,8 @@ void Rounds::try_round(Tile& tile) {
   tile.waits_for_leaving = false;
   const bool over = tile.first == steps.size();
   bool conflict = over && !tile.leaving.empty();
-  for (size_t i = tile.first; i < tile.last && !conflict; i++) {
+  const bool sends_memory = !task_.codec.is_active();
+  for (size_t i = tile.first; i < tile.last && sends_memory && !conflict; i++) {
     if (steps[i].op() == StepOp::kSend) continue;
     for (uint32_t c = 0; c < steps[i].n_chunks && !conflict; c++) {
       std::byte* const to = address(tile, steps[i].dst + c);
@@ -171,12 +174,12 @@ void Rounds::expect_all(Tile& tile) {
   for (size_t i = tile.first; i < tile.last; i++) {
     const Step& s = steps[i];
     if (s.op() != StepOp::kRecv && s.op() != StepOp::kRecvReduce) continue;
-    const bool direct = lands_[i];
+    const bool direct = lands_[i] && !task_.codec.is_active();
     for (uint32_t c = 0; c < s.n_chunks; c++) {
       Incoming& in = tile.incoming[at++];
       in.step = static_cast<uint32_t>(i);
       in.chunk = c;
-      const size_t n_bytes = slice_len(task_.schedule->part[s.dst + c], tile.number) * elem_size_;
+      const size_t n_bytes = message_bytes(slice_len(task_.schedule->part[s.dst + c], tile.number));
       std::byte* to = address(tile, s.dst + c);
       if (!direct) {
         if (in.staged.size() < n_bytes) in.staged.resize(n_bytes);
@@ -202,8 +205,8 @@ void Rounds::send_all(Tile& tile) {
       const uint32_t chunk = s.src + c;
       const int to = task_.members[s.peer];
       const Remote::Key k = key(tile, tile.sent_to[s.peer]++, to);
-      const std::byte* data = address(tile, chunk);
-      const size_t n_bytes = slice_len(task_.schedule->part[chunk], tile.number) * elem_size_;
+      const std::byte* data = outgoing(tile, chunk);
+      const size_t n_bytes = message_bytes(slice_len(task_.schedule->part[chunk], tile.number));
       tile.leaving.push_back(chunk);
       const auto left = [this, &tile, chunk] {
         tile.leaving.erase(std::find(tile.leaving.begin(), tile.leaving.end(), chunk));
@@ -216,6 +219,24 @@ void Rounds::send_all(Tile& tile) {
         remote_.when_opened(to, send);
     }
   }
+}
+
+size_t Rounds::message_bytes(uint64_t n) const {
+  return task_.codec.is_active() ? task_.codec.message_bytes(n) : n * elem_size_;
+}
+
+// What is sent of a chunk. An output stays on this rank, too: it becomes what its codes say.
+const std::byte* Rounds::outgoing(Tile& tile, uint32_t chunk) {
+  if (!task_.codec.is_active()) return address(tile, chunk);
+  Coded& coded = tile.coded[chunk];
+  if (coded.is_made) return coded.message.data();
+  coded.is_made = true;
+  const uint32_t part = task_.schedule->part[chunk];
+  const uint64_t n = slice_len(part, tile.number);
+  coded.message.resize(std::max(coded.message.size(), message_bytes(n)));
+  task_.codec.encode(coded.message.data(), reinterpret_cast<float*>(address(tile, chunk)), n,
+                     start_of(part) + slice_ * tile.number, chunk >= task_.schedule->n_in);
+  return coded.message.data();
 }
 
 void Rounds::finish_round(Tile& tile) {
@@ -236,6 +257,10 @@ void Rounds::do_step(Tile& tile, size_t at) {
       incoming = found->data;  // there is one: the round ends when all have come
     }
     if (n == 0) continue;
+    if (task_.codec.is_active()) {
+      do_step_on_codes(tile, s, c, incoming);
+      continue;
+    }
     const std::byte* const src = s.op() == StepOp::kRecv ? nullptr : address(tile, s.src + c);
     const auto combine = [&](const void* other, const void* own) {
       const void* srcs[2] = {s.src_left() ? own : other, s.src_left() ? other : own};
@@ -253,6 +278,38 @@ void Rounds::do_step(Tile& tile, size_t at) {
         break;
       case StepOp::kSend: break;
     }
+  }
+}
+
+// As do_step, of one chunk; what comes is codes, and a copy of what was sent is what its codes say.
+void Rounds::do_step_on_codes(Tile& tile, const Step& s, uint32_t c, const std::byte* incoming) {
+  float* const dst = reinterpret_cast<float*>(address(tile, s.dst + c));
+  const float* const src =
+      s.op() == StepOp::kRecv ? nullptr : reinterpret_cast<float*>(address(tile, s.src + c));
+  const uint64_t n = slice_len(task_.schedule->part[s.dst + c], tile.number);
+  const auto combine = [&](const float* other, const float* own, uint64_t at, uint64_t m) {
+    const void* srcs[2] = {s.src_left() ? own : other, s.src_left() ? other : own};
+    void* to = dst + at;
+    reduce_(&to, 1, srcs, 2, m, 1.0);
+  };
+  switch (s.op()) {
+    case StepOp::kRecv: task_.codec.decode(dst, incoming, n, 0, n); break;
+    case StepOp::kRecvReduce:
+      for (uint64_t at = 0; at < n; at += Codec::kPiece) {
+        float piece[Codec::kPiece];
+        const uint64_t m = std::min(Codec::kPiece, n - at);
+        task_.codec.decode(piece, incoming, n, at, m);
+        combine(piece, src + at, at, m);
+      }
+      break;
+    case StepOp::kReduce: combine(dst, src, 0, n); break;
+    case StepOp::kCopy:
+      if (const Coded& coded = tile.coded[s.src + c]; coded.is_made)
+        task_.codec.decode(dst, coded.message.data(), n, 0, n);
+      else if (dst != src)
+        std::memmove(dst, src, n * sizeof(float));
+      break;
+    case StepOp::kSend: break;
   }
 }
 

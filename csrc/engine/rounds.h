@@ -8,6 +8,9 @@
 // the same round needs the old value, in memory of its own first.
 //
 // A round begins only when nothing that it writes is still being sent.
+//
+// With a Codec (engine/compressed.h; float32 and `direct` only) a chunk is encoded when it is sent, once for
+// all peers, and decoded in the local step that takes it. What is sent is then memory of the tile's own.
 // Source: schedule/step.h (the rules that make this free of deadlock). Cost: the schedule's rounds and bytes.
 // Guarded by the Net's mutex; progress is made by messages that arrive and leave.
 #pragma once
@@ -17,6 +20,7 @@
 #include <span>
 #include <vector>
 
+#include "engine/compressed.h"
 #include "engine/remote.h"
 #include "kernels/reduce.h"
 #include "schedule/catalog.h"
@@ -38,6 +42,7 @@ class Rounds {
     std::span<const uint64_t> counts;  // of each part, where they are given
     DType dtype = DType::kUInt8;
     ReduceOp op = ReduceOp::kSum;
+    Codec codec;  // its vector is this one, or not active
   };
   static constexpr uint32_t kWindow = 8;
   static constexpr size_t kSliceBytes = size_t{256} << 10;
@@ -55,6 +60,10 @@ class Rounds {
     const std::byte* data = nullptr;
     std::vector<std::byte> staged;
   };
+  struct Coded {
+    bool is_made = false;
+    std::vector<std::byte> message;
+  };
   struct Tile {
     uint32_t number = 0;
     size_t first = 0, last = 0;     // the steps of the round under way
@@ -64,6 +73,7 @@ class Rounds {
     std::vector<Incoming> incoming;
     std::vector<uint32_t> sent_to, had_from;  // messages so far, by peer
     std::vector<std::byte> scratch;
+    std::vector<Coded> coded;  // of each chunk that was sent, with a codec
     bool waits_for_leaving = false;
   };
 
@@ -79,6 +89,9 @@ class Rounds {
   void expect_all(Tile& tile);
   void finish_round(Tile& tile);
   void do_step(Tile& tile, size_t step);
+  void do_step_on_codes(Tile& tile, const Step& step, uint32_t chunk, const std::byte* incoming);
+  size_t message_bytes(uint64_t n) const;
+  const std::byte* outgoing(Tile& tile, uint32_t chunk);
   Remote::Key key(const Tile& tile, uint32_t index, int from) const;
 
   Remote& remote_;

@@ -24,6 +24,8 @@ class FastCalls:
         algorithm: str | None = None,
         deterministic: bool | None = None,
         timeout: float | None = None,
+        compression: str | None = None,
+        error_feedback: Any = None,
     ) -> Any: ...
 
 @final
