@@ -8,7 +8,8 @@ slowest rank's, a figure the median over calls, the table shows the median over 
 line of several sizes the geometric mean and the lowest. Data are float32, one thread each.
 
 The limit of a shaped link is what iperf3 (where it is installed, else one plain socket) gets one way, right
-before; an all_reduce of 2 ranks sends every byte once each way.
+before; an all_reduce of 2 ranks sends every byte once each way. Compression ("on the wire") is measured
+against our own all_reduce without it, in the same processes.
 
 The machine must otherwise be quiet; with two cores, more than one rank on a host shares them.
 """
@@ -36,6 +37,7 @@ from namespaces import address, available, hosts, inside
 KIB, MIB = 1 << 10, 1 << 20
 PORT = 29_511
 SMALL_TO_LARGE = tuple(4 << i for i in range(0, 25, 2))  # 4 B, 16 B, … 64 MiB
+FP32 = "our fp32"  # all_reduce without compression
 LARGE = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 
 
@@ -51,7 +53,7 @@ class Case:
     lowest: float = 0.0  # of every size
     against: str = "gloo"
     what: str = "all_reduce"
-    compression: str | None = None  # of pycomm's DDP
+    compression: str | None = None  # of pycomm's side
     n_hosts: int = 2
 
 
@@ -62,6 +64,8 @@ CASES = (
     Case("2 hosts × 2 ranks, 1 Gbit/s, 64 MiB", 2, "1gbit", (64 * MIB,), 1.4),
     Case("DDP, GPT of 17 M, 2 hosts, 1 Gbit/s", 1, "1gbit", (0,), 1.0, 0.0, "torch DDP", "ddp"),
     Case("the same, compression fp16", 1, "1gbit", (0,), 1.6, 0.0, "torch DDP", "ddp", "fp16"),
+    Case("1 Gbit/s, fp16 on the wire, 64 MiB", 1, "1gbit", (64 * MIB,), 1.85, 0.0, FP32, compression="fp16"),
+    Case("1 Gbit/s, int8 on the wire, 64 MiB", 1, "1gbit", (64 * MIB,), 3.4, 0.0, FP32, compression="int8"),
 )
 
 
@@ -96,6 +100,11 @@ def calls(case: Case, n_bytes: int, comm: Any, gloo: Any) -> dict[str, Callable[
         return {name: training(name, case.compression, comm, gloo) for name in ("pycomm", "gloo")}
     x = torch.ones(n_bytes // 4)
     y = x.clone()
+    if case.compression is not None:
+        return {
+            "pycomm": lambda: comm.all_reduce(x, op="avg", compression=case.compression),
+            case.against: lambda: comm.all_reduce(y, op="avg"),
+        }
     return {
         "pycomm": lambda: comm.all_reduce(x, op="max"),
         "gloo": lambda: dist.all_reduce(y, dist.ReduceOp.MAX),
@@ -221,7 +230,10 @@ def ratios(case: Case, report: dict[str, Any]) -> dict[int, float]:
     found = {}
     for text, times in report["times"].items():
         n_bytes = int(text)
-        peer = n_bytes / report["one_way"] if case.against == "iperf3" else times["gloo"]
+        if case.against == "iperf3":
+            peer = n_bytes / report["one_way"]
+        else:
+            peer = times[case.against if case.against in times else "gloo"]
         found[n_bytes] = peer / times["pycomm"]
     return found
 
