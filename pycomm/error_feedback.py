@@ -5,7 +5,7 @@ csrc/engine/compressed.h has the steps, docs/numerics.md the bounds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,8 @@ class ErrorFeedback:
         #: float32, in the order of the vector; None before the first call that needs it.
         self.residual: torch.Tensor | None = residual
 
-    def vector(self, n_elems: int) -> torch.Tensor:
-        """The residual of a vector of ``n_elems`` elements; zeros at first.
+    def vector(self, name: str, n_elems: int) -> torch.Tensor:
+        """The residual of a vector of ``n_elems`` elements, zeros at first, for the collective ``name``.
 
         Raises:
             ValueError: it is already that of another number of elements.
@@ -63,8 +63,8 @@ class ErrorFeedback:
             self.residual = torch.zeros(n_elems)
         if self.residual.numel() != n_elems:
             raise ValueError(
-                f"error_feedback keeps the residual of {self.residual.numel()} elements, the vector has "
-                f"{n_elems}; give each vector one of its own, or reset() it"
+                f"{name}: error_feedback keeps the residual of {self.residual.numel()} elements, the vector "
+                f"has {n_elems}; give each vector one of its own, or reset() it"
             )
         return self.residual
 
@@ -122,10 +122,10 @@ def options(
                 f"{name}: error_feedback is of what a compression loses: give compression as well"
             )
     chosen: dict[str, Any] = {"compression": COMPRESSIONS[compression]}
-    tensors = vector if isinstance(vector, (list, tuple)) else [vector]
+    tensors: Sequence[Any] = vector if isinstance(vector, (list, tuple)) else [vector]
     are_tensors = all(isinstance(t, torch.Tensor) for t in tensors)  # otherwise the core says what is wrong
     if feedback is None or not several_hosts or not are_tensors:
         return chosen, None
-    residual: torch.Tensor = feedback.vector(sum(t.numel() for t in tensors))
+    residual: torch.Tensor = feedback.vector(name, sum(t.numel() for t in tensors))
     chosen["residual"] = (residual.data_ptr(), residual.numel())
     return chosen, residual

@@ -23,6 +23,7 @@ from pycomm.ddp.block_wire import CODED_DTYPES, BlockWire
 from pycomm.ddp.error_feedback import ErrorFeedback
 from pycomm.ddp.half_wire import HalfWire
 from pycomm.ddp.hooks import GradBucket, HookWire, UsersHook
+from pycomm.ddp.hosts_wire import HostsWire, spans_hosts
 from pycomm.ddp.structure import Structure
 from pycomm.ddp.wire import WIRE_DTYPES, Compression, PlainWire, Wire
 
@@ -217,6 +218,8 @@ def _make(
         orders = []
     elif settings.compression is None or not _is_compressed(settings.compression, dtype):
         wire = PlainWire(comm, buffer, laid_out)
+    elif spans_hosts(comm):
+        wire = HostsWire(comm, settings.compression, parameters, settings.feedback, buffer, laid_out)
     elif settings.compression in ("fp16", "bf16") and settings.feedback is None:
         wire = HalfWire(comm, settings.compression, n_elems)
     else:
