@@ -105,7 +105,9 @@ class DistributedDataParallel(TorchNames):
             float32, float16 and bfloat16 gradients travel with 8 bits and a scale for each 256 elements; the
             error is at most 1/121 ("int8") of the largest magnitude among these on any rank, or ("fp8")
             2^-2.9 of the element's mean magnitude plus 2^-15 of the largest
-            (pycomm/ddp/block_wire.py has the exact bound); infinities and NaN become NaN, for all 256.
+            (pycomm/ddp/block_wire.py has the exact bound); infinities and NaN become NaN, for all 256. With
+            ranks on several hosts only what crosses between these is compressed (docs/numerics.md has the
+            bounds), unless ``communicator`` is deterministic.
         error_feedback: what a compression loses is kept and added to the next gradient (see
             :meth:`error_feedback_state_dict`); also for "fp16" and "bf16", which then have a scale for each
             256 elements, too. With torch's GradScaler, what is kept has the scale of its step.
