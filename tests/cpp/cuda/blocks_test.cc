@@ -31,11 +31,11 @@ class Blocks : public testing::TestWithParam<DType> {
     return out;
   }
   size_t code_bytes(size_t n) const { return n * dtype_size(GetParam()); }
-  static Arena& arena() {
-    static Arena* const all = new Arena;
+  static DeviceArena& arena() {
+    static DeviceArena* const all = new DeviceArena;
     return *all;
   }
-  Arena& arena_ = arena();
+  DeviceArena& arena_ = arena();
   std::mt19937_64 rng_{37};
 };
 INSTANTIATE_TEST_SUITE_P(Cuda, Blocks,

@@ -51,11 +51,11 @@ class Cast : public testing::TestWithParam<Pair> {
         << scale;
     ASSERT_TRUE(arena_.finish());
   }
-  static Arena& arena() {
-    static Arena* const all = new Arena;
+  static DeviceArena& arena() {
+    static DeviceArena* const all = new DeviceArena;
     return *all;
   }
-  Arena& arena_ = arena();
+  DeviceArena& arena_ = arena();
   std::mt19937_64 rng_{23};
 };
 INSTANTIATE_TEST_SUITE_P(Cuda, Cast, testing::ValuesIn(supported_pairs()), name_of);

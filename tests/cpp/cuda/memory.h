@@ -1,4 +1,4 @@
-// Arena: device memory in which a test places operands at chosen misalignments, and that is checked for
+// DeviceArena: device memory in which a test places operands at chosen misalignments, and that is checked for
 // writes outside of them; and the comparison of results, NaN payloads aside.
 #pragma once
 
@@ -26,26 +26,26 @@ namespace pycomm {
 
 using Bytes = std::vector<uint8_t>;
 
-class Arena {
+class DeviceArena {
  public:
   static constexpr size_t kBytes = size_t{8} << 20;
   static constexpr uint8_t kUnused = 0xee;
 
-  Arena() : host_(kBytes, kUnused) {
-    if (cudaMalloc(reinterpret_cast<void**>(&device_), kBytes) != cudaSuccess) std::abort();
-    if (cudaMemset(device_, kUnused, kBytes) != cudaSuccess) std::abort();
+  explicit DeviceArena(size_t n_bytes = kBytes) : n_bytes_(n_bytes) {
+    if (cudaMalloc(reinterpret_cast<void**>(&device_), n_bytes) != cudaSuccess) std::abort();
+    if (cudaMemset(device_, kUnused, n_bytes) != cudaSuccess) std::abort();
   }
-  ~Arena() {
+  ~DeviceArena() {
     if (cudaFree(device_) != cudaSuccess) std::abort();
   }
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
+  DeviceArena(const DeviceArena&) = delete;
+  DeviceArena& operator=(const DeviceArena&) = delete;
 
   // Room for n bytes at an address whose remainder modulo 16 is `off`, with at least 16 unused bytes around.
   void* place(size_t n_bytes, size_t off) {
     size_t at = (used_ + 31) / 16 * 16 + off % 16;
     used_ = at + n_bytes;
-    if (used_ + 64 > kBytes) std::abort();
+    if (used_ + 64 > n_bytes_) std::abort();
     taken_.push_back({at, n_bytes});
     return device_ + at;
   }
@@ -91,7 +91,7 @@ class Arena {
     size_t begin, n_bytes;
   };
   uint8_t* device_ = nullptr;
-  Bytes host_;
+  size_t n_bytes_;
   size_t used_ = 0;
   std::vector<Taken> taken_;
 };

@@ -83,19 +83,24 @@ TEST(NcclComm, GroupsNest) {
   });
 }
 
+// Buffers wait for the device when they go, so what hangs is aborted before anything is judged.
+
 TEST(NcclComm, WhatIsNotGroupedWaitsForItself) {
   // Both ranks send first: NCCL's order, and a deadlock, which abort ends.
   run_nccl_ranks(2, [](NcclRank& me) -> Status {
     NcclComm& c = me.comm;
     const DeviceBuffer<int> from(numbers(me.rank, 100)), to(100, -1);
     const int peer = 1 - me.rank;
-    REQUIRE_OK(c.settle(c.api().send(from.data(), 100, nccl::kInt32, peer, c.raw(), me.stream), "ncclSend",
-                        me.patience));
-    REQUIRE_OK(c.settle(c.api().recv(to.data(), 100, nccl::kInt32, peer, c.raw(), me.stream), "ncclRecv",
-                        me.patience));
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    REQUIRE(cudaStreamQuery(me.stream) == cudaErrorNotReady);
+    Status s = c.settle(c.api().send(from.data(), 100, nccl::kInt32, peer, c.raw(), me.stream), "ncclSend",
+                        me.patience);
+    if (s.ok()) {
+      s = c.settle(c.api().recv(to.data(), 100, nccl::kInt32, peer, c.raw(), me.stream), "ncclRecv",
+                   me.patience);
+    }
+    const bool hangs = cudaStreamQuery(me.stream) == cudaErrorNotReady;
     REQUIRE_OK(c.abort());
+    REQUIRE_OK(std::move(s));
+    REQUIRE(hangs);
     REQUIRE(cudaStreamSynchronize(me.stream) == cudaSuccess);
     REQUIRE(to.get() == std::vector<int>(100, -1));
     return Status();
@@ -106,30 +111,25 @@ TEST(NcclComm, TwoCommunicatorsInDifferentOrdersHang) {
   const nccl::UniqueId ids[2] = {new_id(), new_id()};
   run_threads(2, [&](int r) -> Status {
     NcclRank one[2];
+    cudaStream_t stream = nullptr;
+    REQUIRE(cudaStreamCreate(&stream) == cudaSuccess);
     for (int i = 0; i < 2; i++) {
       one[i].rank = r;
       one[i].n = 2;
+      one[i].stream = stream;
       REQUIRE_OK(NcclComm::init(ids[i], 2, r, r, one[i].patience, &one[i].comm));
-      REQUIRE(cudaStreamCreate(&one[i].stream) == cudaSuccess);  // a stream each does not help
     }
     const DeviceBuffer<int> from(numbers(r, 10)), to(10, -1);
-    REQUIRE_OK(shift(one[0], from, to));
-    REQUIRE_OK(shift(one[1], from, to));
-    for (auto& o : one) REQUIRE(cudaStreamSynchronize(o.stream) == cudaSuccess);
-    // The first operation of each rank must have begun when the other is issued.
-    NcclRank& first = one[r];
-    NcclRank& second = one[1 - r];
-    REQUIRE_OK(shift(first, from, to));
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    REQUIRE_OK(shift(second, from, to));
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    REQUIRE(cudaStreamQuery(first.stream) == cudaErrorNotReady);
-    REQUIRE(cudaStreamQuery(second.stream) == cudaErrorNotReady);
-    for (auto& o : one) {
-      REQUIRE_OK(o.comm.abort());
-      REQUIRE(cudaStreamSynchronize(o.stream) == cudaSuccess);
-      REQUIRE(cudaStreamDestroy(o.stream) == cudaSuccess);
-    }
+    Status s = shift(one[0], from, to);
+    if (s.ok()) s = shift(one[1], from, to);
+    const bool same_order_ends = s.ok() && cudaStreamSynchronize(stream) == cudaSuccess;
+    if (s.ok()) s = shift(one[r], from, to);
+    if (s.ok()) s = shift(one[1 - r], from, to);
+    const bool hangs = cudaStreamQuery(stream) == cudaErrorNotReady;
+    for (auto& o : one) REQUIRE_OK(o.comm.abort());
+    REQUIRE_OK(std::move(s));
+    REQUIRE(same_order_ends && hangs);
+    REQUIRE(cudaStreamDestroy(stream) == cudaSuccess);
     return Status();
   });
 }
@@ -248,20 +248,24 @@ TEST(NcclComm, AnAsynchronousErrorIsSeenAndNamed) {
     const DeviceBuffer<int> from(numbers(me.rank, 10)), to(10, -1);
     for (int i = 0; i < 2; i++) REQUIRE_OK(shift(me, from, to));
     REQUIRE(cudaStreamSynchronize(me.stream) == cudaSuccess);
-    REQUIRE_OK(shift(me, from, to));
+    Status issued = shift(me, from, to);
+    Status s, next;
     if (me.rank == 1) {
-      Status s;
       const auto began = Clock::now();
       while (s.ok() && seconds_since(began) < 20) s = me.comm.async_error();
+      next = shift(me, from, to);
+    }
+    REQUIRE_OK(me.comm.abort());
+    REQUIRE_OK(std::move(issued));
+    if (me.rank == 1) {
       REQUIRE(s.code() == Code::kPeerLost);
       REQUIRE(s.message() ==
               "an operation that was under way failed, rank 1 of 3 on device 1: NCCL 2.32.3: remote process "
               "exited or there "
               "was a network error (planted by LOOPBACK_NCCL_FAULT)");
-      const Status next = shift(me, from, to);
-      REQUIRE(!next.ok());  // and stays
+      REQUIRE(!next.ok());  // it stays
     }
-    return me.comm.abort();
+    return Status();
   });
 }
 
@@ -271,13 +275,14 @@ TEST(NcclComm, AStalledOperationIsEndedByAbort) {
     const DeviceBuffer<int> from(numbers(me.rank, 10)), to(10, -1);
     REQUIRE_OK(shift(me, from, to));
     REQUIRE(cudaStreamSynchronize(me.stream) == cudaSuccess);
-    REQUIRE_OK(shift(me, from, to));
-    REQUIRE_OK(me.comm.async_error());
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    REQUIRE(cudaStreamQuery(me.stream) == cudaErrorNotReady);
+    Status issued = shift(me, from, to);
+    const Status seen = me.comm.async_error();
+    const bool hangs = cudaStreamQuery(me.stream) == cudaErrorNotReady;
     const Status s = me.comm.finalize({0.2, {}});
-    REQUIRE(s.code() == Code::kTimeout);
-    return me.comm.abort();
+    REQUIRE_OK(me.comm.abort());
+    REQUIRE_OK(std::move(issued));
+    REQUIRE(seen.ok() && hangs && s.code() == Code::kTimeout);
+    return Status();
   });
 }
 

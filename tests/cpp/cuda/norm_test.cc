@@ -42,7 +42,7 @@ class Norm : public testing::TestWithParam<DType> {
     std::memcpy(&got, bytes.data(), sizeof got);
     return got;
   }
-  Arena arena_;
+  DeviceArena arena_;
   std::mt19937_64 rng_{29};
 };
 INSTANTIATE_TEST_SUITE_P(Cuda, Norm,

@@ -65,11 +65,11 @@ class Reduce : public testing::TestWithParam<Case> {
     ASSERT_TRUE(arena_.finish());
   }
 
-  static Arena& arena() {
-    static Arena* const all = new Arena;
+  static DeviceArena& arena() {
+    static DeviceArena* const all = new DeviceArena;
     return *all;
   }
-  Arena& arena_ = arena();
+  DeviceArena& arena_ = arena();
   std::mt19937_64 rng_{17};
 };
 INSTANTIATE_TEST_SUITE_P(Cuda, Reduce, testing::ValuesIn(defined_cases()), name_of);
@@ -139,7 +139,7 @@ TEST_P(Reduce, ManySegments) {
 }
 
 TEST(CudaReduce, TheSumIsWithinTheBoundOfPairwiseSummation) {
-  Arena arena;
+  DeviceArena arena;
   std::mt19937_64 rng(5);
   std::uniform_real_distribution<float> uniform(-1, 1);
   for (int n_srcs : {2, 7, 8, 21}) {

@@ -1,0 +1,67 @@
+// Any algorithm of the catalog over NCCL: a group per round, reductions beside the next transfer.
+//
+// A call's parts are cut into slices; a *tile* is the schedule on one slice of every part. Tiles go through
+// the rounds side by side, kWindow at a time: round 0 of each, round 1 of each, … All ranks issue in that
+// order, so groups match. A tile's group is put on the communication stream and waits for the tile's
+// reductions of the round before; its reductions are put on the reduce stream and wait for the group. So
+// while one tile is reduced, the next one travels. Nothing waits on the host.
+//
+// Numbers (docs/numerics.md): a round's operands are combined at once, in float32 for low precision. Where
+// the result has to be T and a schedule has several hops, low precision runs in float32 throughout.
+// premul_sum multiplies first, avg divides last, both as the CPU engine does: the same bits.
+//
+// With `wire`, float32 data are cast to that type first, travel and are combined in it (rounded at each hop,
+// as if it were the tensor's type), and are cast back: every rank ends with what the owner sent.
+//
+// The caller gives scratch memory, keeps all memory until the stream has passed, makes streams.comm() wait
+// for the inputs, and finds the outputs written when streams.comm() has passed what is on it. One thread.
+// Cost: the schedule's rounds and bytes; a group and at most a launch per reduction depth for each round and
+// tile.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/dtype.h"
+#include "engine/cuda/round_plan.h"
+#include "engine/cuda/streams.h"
+#include "transport/cuda/nccl_comm.h"
+
+namespace pycomm::cuda {
+
+struct RoundsCall {
+  const RoundPlan* plan = nullptr;
+  const void* in = nullptr;  // of the first input chunk; consecutive ones follow each other
+  void* out = nullptr;
+  uint64_t count = 0;                // elements of the whole vector
+  std::span<const uint64_t> counts;  // of each part, where they are given (else equal, up to whole 64 bytes)
+  DType dtype = DType::kUInt8;
+  ReduceOp op = ReduceOp::kSum;
+  double scalar = 1;  // premul_sum: this rank's factor
+  bool deterministic = false;
+  std::optional<DType> wire;  // float16, bfloat16, float8: of float32 tensors
+};
+
+class NcclRounds {
+ public:
+  static constexpr size_t kSliceBytes = size_t{4} << 20;
+  static constexpr uint32_t kWindow = 3;
+
+  NcclRounds(nccl::NcclComm& comm, DeviceStreams& streams, size_t slice_bytes = kSliceBytes);
+
+  // kValue or kSchedule when the call cannot be run; else how much scratch it needs (device memory, aligned
+  // to 256).
+  Status scratch_bytes(const RoundsCall& call, size_t* out) const;
+  Status run(const RoundsCall& call, void* scratch, const nccl::Patience& patience);
+
+ private:
+  class Run;
+  nccl::NcclComm& comm_;
+  DeviceStreams& streams_;
+  size_t slice_bytes_;
+};
+
+}  // namespace pycomm::cuda

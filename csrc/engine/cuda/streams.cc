@@ -1,0 +1,51 @@
+#include "engine/cuda/streams.h"
+
+#include <cuda_runtime_api.h>
+
+namespace pycomm::cuda {
+
+Status cuda_status(int error, const char* what) {
+  if (error == cudaSuccess) return Status();
+  const auto e = static_cast<cudaError_t>(error);
+  return Status::error(Code::kSystem, format("%s: %s: %s", what, cudaGetErrorName(e), cudaGetErrorString(e)));
+}
+
+Status DeviceStreams::make(int device, std::unique_ptr<DeviceStreams>* out) {
+  PYCOMM_RETURN_IF_ERROR(cuda_status(cudaSetDevice(device), "cudaSetDevice"));
+  std::unique_ptr<DeviceStreams> made(new DeviceStreams(device));
+  for (Stream* s : {&made->comm_, &made->reduce_}) {
+    PYCOMM_RETURN_IF_ERROR(
+        cuda_status(cudaStreamCreateWithFlags(s, cudaStreamNonBlocking), "cudaStreamCreateWithFlags"));
+  }
+  *out = std::move(made);
+  return Status();
+}
+
+DeviceStreams::~DeviceStreams() {
+  (void)cudaSetDevice(device_);
+  for (const Event e : events_) (void)cudaEventDestroy(e);
+  for (const Stream s : {comm_, reduce_}) {
+    if (s != nullptr) (void)cudaStreamDestroy(s);
+  }
+}
+
+Status DeviceStreams::record(Stream stream, size_t number) {
+  while (events_.size() <= number) {
+    Event e = nullptr;
+    PYCOMM_RETURN_IF_ERROR(
+        cuda_status(cudaEventCreateWithFlags(&e, cudaEventDisableTiming), "cudaEventCreateWithFlags"));
+    events_.push_back(e);
+  }
+  return cuda_status(cudaEventRecord(events_[number], stream), "cudaEventRecord");
+}
+
+Status DeviceStreams::wait(Stream stream, size_t number) {
+  return cuda_status(cudaStreamWaitEvent(stream, events_[number], 0), "cudaStreamWaitEvent");
+}
+
+Status DeviceStreams::order(Stream earlier, Stream later, size_t number) {
+  PYCOMM_RETURN_IF_ERROR(record(earlier, number));
+  return wait(later, number);
+}
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,46 @@
+// DeviceStreams: the two streams of a device on which pycomm works, and the events between them.
+//
+// `comm` has everything that moves data between devices, in one order; `reduce` has the local kernels, so
+// that they overlap with the next transfer. They are non-blocking streams: nothing orders them against the
+// caller's but events. Used by one thread; every call has the device set.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "base/status.h"
+#include "kernels/cuda/kernels.h"
+
+struct CUevent_st;
+
+namespace pycomm::cuda {
+
+using Event = CUevent_st*;
+
+Status cuda_status(int error, const char* what);  // cudaError_t, 0 is success
+
+class DeviceStreams {
+ public:
+  static Status make(int device, std::unique_ptr<DeviceStreams>* out);
+  ~DeviceStreams();  // the work that is left ends first
+  DeviceStreams(const DeviceStreams&) = delete;
+  DeviceStreams& operator=(const DeviceStreams&) = delete;
+
+  int device() const { return device_; }
+  Stream comm() const { return comm_; }
+  Stream reduce() const { return reduce_; }
+  // Event `number` happens when what is on the stream by now has ended. A wait means the last record before
+  // it, so an event may be recorded again at once.
+  Status record(Stream stream, size_t number);
+  // What is put on the stream from now on begins after that.
+  Status wait(Stream stream, size_t number);
+  Status order(Stream earlier, Stream later, size_t number);  // record, then wait
+
+ private:
+  explicit DeviceStreams(int device) : device_(device) {}
+  int device_;
+  Stream comm_ = nullptr, reduce_ = nullptr;
+  std::vector<Event> events_;
+};
+
+}  // namespace pycomm::cuda

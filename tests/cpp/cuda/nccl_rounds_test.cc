@@ -1,0 +1,379 @@
+// Every algorithm of the catalog over the loopback NCCL, compared bit for bit with the CPU's kernels; tiny
+// slices, so that many tiles are under way on few numbers. Ranks are threads, each on a device of its own.
+#include "engine/cuda/nccl_rounds.h"
+
+#include <gtest/gtest.h>
+
+#include "cuda/nccl_inputs.h"
+#include "cuda/nccl_ranks.h"
+
+namespace pycomm {
+namespace {
+
+using cuda::RoundPlan;
+using cuda::RoundsCall;
+
+struct Case {
+  const Algorithm* algorithm = nullptr;
+  int root = 0;
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;
+  std::vector<uint64_t> counts = {};  // of each rank's part, or one: the whole vector
+  bool in_place = false;
+  bool deterministic = false;
+  bool exact = true;
+  size_t slice_bytes = 64;
+  size_t off = 0;  // misalignment of the tensors modulo 16
+  std::optional<DType> wire = {};
+
+  std::string text(int n) const {
+    uint64_t count = 0;
+    for (const uint64_t c : counts) count += c;
+    return format("%s/%s of %d ranks, root %d, %s %s, %d elements%s%s, misaligned by %zu%s",
+                  collective_name(algorithm->collective), algorithm->name, n, root, dtype_name(dtype),
+                  reduce_op_name(op), static_cast<int>(count), in_place ? ", in place" : "",
+                  deterministic ? ", deterministic" : "", off, wire ? ", on the wire " : "");
+  }
+};
+
+// What a rank keeps over many cases.
+struct Worker {
+  NcclRank& me;
+  std::unique_ptr<cuda::DeviceStreams> streams;
+  DeviceArena arena{3 << 20};
+  std::mt19937_64 rng{5};  // the same on all ranks: so are the inputs
+
+  explicit Worker(NcclRank& rank) : me(rank) {}
+  Status run(const Case& c);
+  Status compare(const Case& c, const Numbers& x, const void* in, const void* out);
+};
+
+Status wrong(const Case& c, int n, const std::string& what) {
+  return Status::error(Code::kSystem, c.text(n) + ": " + what);
+}
+
+// With a type on the wire the result is that of the casted inputs, cast back.
+Numbers on_the_wire(const Numbers& x, const Case& c) {
+  Numbers y = x;
+  std::vector<Bytes> codes;
+  for (const Bytes& in : x.in) {
+    codes.emplace_back(in.size() / 4 * dtype_size(*c.wire));
+    cast(*c.wire, codes.back().data(), DType::kFloat32, in.data(), in.size() / 4, 1.0f);
+  }
+  const Bytes sum = reduced(*c.wire, c.op, codes);
+  for (Bytes& out : y.out) {
+    if (!out.empty()) cast(DType::kFloat32, out.data(), *c.wire, sum.data(), out.size() / 4, 1.0f);
+  }
+  return y;
+}
+
+Status Worker::run(const Case& c) {
+  if (streams == nullptr) PYCOMM_RETURN_IF_ERROR(cuda::DeviceStreams::make(me.rank, &streams));
+  const bool parts = has_parts(c.algorithm->collective);
+  Numbers x = make_numbers(c.algorithm->collective, me.n, c.root, c.dtype, c.op, c.exact, c.counts, rng);
+  if (c.wire.has_value()) x = on_the_wire(x, c);
+  const auto r = static_cast<size_t>(me.rank);
+  RoundPlan plan;
+  PYCOMM_RETURN_IF_ERROR(make_round_plan(*c.algorithm, me.rank, me.n, c.root, 0, c.in_place, &plan));
+  RoundsCall call;
+  call.plan = &plan;
+  for (const uint64_t k : c.counts) call.count += k;
+  if (parts) call.counts = c.counts;
+  call.dtype = c.dtype;
+  call.op = c.op;
+  call.scalar = factor(me.rank);
+  call.deterministic = c.deterministic;
+  call.wire = c.wire;
+
+  std::byte* in = nullptr;
+  std::byte* out = nullptr;
+  if (c.in_place) {  // one vector, of which both are parts
+    const size_t own = [&] {
+      uint64_t at = 0;
+      for (size_t q = 0; q < r && parts; q++) at += c.counts[q];
+      return at * dtype_size(c.dtype);
+    }();
+    const bool in_is_part = x.in[r].size() < x.out[r].size();
+    const size_t n_bytes = std::max(x.in[r].size(), x.out[r].size());
+    auto* base = static_cast<std::byte*>(arena.place(Bytes(n_bytes, 0xab), c.off));
+    in = base + (in_is_part && parts ? own : 0);
+    out = base + (!in_is_part && parts && x.in[r].size() > x.out[r].size() ? own : 0);
+    if (!x.in[r].empty() &&
+        cudaMemcpy(in, x.in[r].data(), x.in[r].size(), cudaMemcpyHostToDevice) != cudaSuccess) {
+      return wrong(c, me.n, "cudaMemcpy");
+    }
+  } else {
+    in = static_cast<std::byte*>(arena.place(x.in[r], c.off));
+    out = static_cast<std::byte*>(arena.place(x.out[r].size(), c.off));
+  }
+  call.in = in;
+  call.out = out;
+  cuda::NcclRounds rounds(me.comm, *streams, c.slice_bytes);
+  size_t n_scratch = 0;
+  PYCOMM_RETURN_IF_ERROR(rounds.scratch_bytes(call, &n_scratch));
+  void* const scratch = arena.place(n_scratch, 0);
+  PYCOMM_RETURN_IF_ERROR(rounds.run(call, scratch, me.patience));
+  if (cudaStreamSynchronize(streams->comm()) != cudaSuccess) return wrong(c, me.n, "synchronize");
+  return compare(c, x, in, out);
+}
+
+Status Worker::compare(const Case& c, const Numbers& x, const void* in, const void* out) {
+  const auto r = static_cast<size_t>(me.rank);
+  const auto got = same(c.dtype, arena.read(out, x.out[r].size()), x.out[r]);
+  if (!got) return wrong(c, me.n, got.message());
+  if (!c.in_place && arena.read(in, x.in[r].size()) != x.in[r])
+    return wrong(c, me.n, "the input was written");
+  const auto clean = arena.finish();
+  return clean ? Status() : wrong(c, me.n, clean.message());
+}
+
+// Elements of the parts, or of the vector: uneven, some empty, more than fit the window of tiles.
+std::vector<uint64_t> counts_for(const Algorithm& a, int n, uint64_t size) {
+  if (!has_parts(a.collective)) return {size * static_cast<uint64_t>(n) / 2 + 1};
+  std::vector<uint64_t> counts;
+  for (int r = 0; r < n; r++) counts.push_back(r % 3 == 1 ? 0 : size + static_cast<uint64_t>(r) * 3);
+  return counts;
+}
+
+// Over indices of the catalog.
+class EveryAlgorithm : public testing::TestWithParam<int> {
+ protected:
+  const Algorithm& algorithm() const { return catalog()[static_cast<size_t>(GetParam())]; }
+};
+class EveryReduction : public EveryAlgorithm {};
+class EveryReductionOfVectors : public EveryAlgorithm {};
+
+std::vector<int> algorithms_of(const std::vector<Collective>& collectives) {
+  std::vector<int> found;
+  for (size_t i = 0; i < catalog().size(); i++) {
+    const Collective c = catalog()[i].collective;
+    if (std::find(collectives.begin(), collectives.end(), c) != collectives.end())
+      found.push_back(static_cast<int>(i));
+  }
+  return found;
+}
+std::string name_of(const testing::TestParamInfo<int>& info) {
+  const Algorithm& a = catalog()[static_cast<size_t>(info.param)];
+  return std::string(collective_name(a.collective)) + "_" + a.name;
+}
+INSTANTIATE_TEST_SUITE_P(Nccl, EveryAlgorithm, testing::Range(0, static_cast<int>(catalog().size())),
+                         name_of);
+INSTANTIATE_TEST_SUITE_P(Nccl, EveryReduction,
+                         testing::ValuesIn(algorithms_of({Collective::kAllReduce, Collective::kReduceScatter,
+                                                          Collective::kReduce})),
+                         name_of);
+INSTANTIATE_TEST_SUITE_P(Nccl, EveryReductionOfVectors,
+                         testing::ValuesIn(algorithms_of({Collective::kAllReduce, Collective::kReduce})),
+                         name_of);
+
+#if defined(__SANITIZE_THREAD__)
+const std::vector<int> kRanks = {2, 3};  // under that sanitizer a kernel takes tens of milliseconds
+const std::vector<uint64_t> kSizes = {40};
+#else
+const std::vector<int> kRanks = {1, 2, 3, 4, 5, 6, 7, 8};
+const std::vector<uint64_t> kSizes = {0, 1, 5, 64, 233};
+#endif
+
+TEST_P(EveryAlgorithm, ComputesWhatTheCpuComputes) {
+  for (const int n : kRanks) {
+    run_nccl_ranks(n, [&](NcclRank& me) -> Status {
+      Worker worker(me);
+      int i = 0;
+      for (const uint64_t size : kSizes) {
+        for (const bool in_place : {false, true}) {
+          if (in_place && !algorithm().in_place) continue;
+          Case c;
+          c.algorithm = &algorithm();
+          c.root = i % n;
+          c.dtype = std::array{DType::kFloat32, DType::kBFloat16, DType::kInt64}[static_cast<size_t>(i % 3)];
+          c.op = i % 5 == 4 && c.dtype != DType::kInt64 ? ReduceOp::kAvg : ReduceOp::kSum;
+          c.counts = counts_for(algorithm(), n, size);
+          c.in_place = in_place;
+          c.off = i % 2 == 0 ? 0 : dtype_size(c.dtype);
+          c.slice_bytes = i % 4 == 3 ? 4096 : 64;
+          PYCOMM_RETURN_IF_ERROR(worker.run(c));
+          i++;
+        }
+      }
+      return Status();
+    });
+  }
+}
+
+TEST_P(EveryReduction, IsDeterministicWhereItSaysSo) {
+  for (const int n : kRanks) {
+    run_nccl_ranks(n, [&](NcclRank& me) -> Status {
+      Worker worker(me);
+      for (const DType t : {DType::kFloat32, DType::kFloat16, DType::kFloat8E5M2, DType::kComplex64}) {
+        Case c;
+        c.algorithm = &algorithm();
+        c.root = n - 1;
+        c.dtype = t;
+        c.op = t == DType::kFloat16 ? ReduceOp::kAvg : ReduceOp::kSum;
+        c.counts = counts_for(algorithm(), n, 37);
+        c.in_place = algorithm().in_place && t != DType::kFloat32;
+        c.deterministic = true;
+        c.exact = false;
+        const Status s = worker.run(c);
+        if (algorithm().deterministic) {
+          if (!s.ok()) return s.clone();
+        } else if (s.message().find("does not add in the canonical order") == std::string::npos) {
+          return wrong(c, n, "was not refused: " + s.message());
+        } else {
+          (void)worker.arena.finish();
+        }
+      }
+      return Status();
+    });
+  }
+}
+
+TEST_P(EveryReductionOfVectors, CarriesSmallFloatsOnTheWire) {
+  for (const int n : {2, 5}) {
+    run_nccl_ranks(n, [&](NcclRank& me) -> Status {
+      Worker worker(me);
+      for (const DType t : {DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2}) {
+        Case c;
+        c.algorithm = &algorithm();
+        c.counts = {131};
+        c.op = t == DType::kBFloat16 ? ReduceOp::kAvg : ReduceOp::kSum;
+        c.in_place = algorithm().in_place && t == DType::kFloat16;
+        c.wire = t;
+        PYCOMM_RETURN_IF_ERROR(worker.run(c));
+      }
+      return Status();
+    });
+  }
+}
+
+#if !defined(__SANITIZE_THREAD__)
+TEST(NcclRounds, EveryDtypeAndOperation) {
+  for (const int n : {3, 4}) {
+    run_nccl_ranks(n, [&](NcclRank& me) -> Status {
+      Worker worker(me);
+      for (const char* name : {"direct", "ring", "recursive_doubling"}) {
+        for (int d = 0; d < kNumDTypes; d++) {
+          const auto t = static_cast<DType>(d);
+          for (const ReduceOp op : operations_of(t)) {
+            Case c;
+            c.algorithm = find_algorithm(Collective::kAllReduce, name);
+            c.dtype = t;
+            c.op = op;
+            c.counts = {29};
+            c.in_place = d % 2 == 0;
+            c.off = dtype_size(t) % 16;
+            PYCOMM_RETURN_IF_ERROR(worker.run(c));
+          }
+        }
+      }
+      return Status();
+    });
+  }
+}
+
+TEST(NcclRounds, LargeVectorsInLargeSlices) {
+  run_nccl_ranks(3, [&](NcclRank& me) -> Status {
+    Worker worker(me);
+    for (const char* name : {"direct", "ring", "halving_doubling", "double_tree"}) {
+      Case c;
+      c.algorithm = find_algorithm(Collective::kAllReduce, name);
+      c.counts = {100'003};
+      c.slice_bytes = 32 << 10;
+      PYCOMM_RETURN_IF_ERROR(worker.run(c));
+    }
+    return Status();
+  });
+}
+#endif
+
+// ---- what is refused
+
+Status plan_and_check(const Algorithm& a, int n, bool in_place, const RoundsCall& given) {
+  RoundPlan plan;
+  PYCOMM_RETURN_IF_ERROR(cuda::make_round_plan(a, 0, n, 0, 0, in_place, &plan));
+  nccl::NcclComm comm;
+  std::unique_ptr<cuda::DeviceStreams> streams;
+  PYCOMM_RETURN_IF_ERROR(cuda::DeviceStreams::make(0, &streams));
+  RoundsCall call = given;
+  call.plan = &plan;
+  return cuda::NcclRounds(comm, *streams).run(call, nullptr, {});
+}
+
+TEST(NcclRounds, WrongCallsSayWhatIsExpected) {
+  const Algorithm& ring = *find_algorithm(Collective::kAllReduce, "ring");
+  const Algorithm& direct = *find_algorithm(Collective::kAllReduce, "direct");
+  std::byte memory[4096];
+  RoundsCall call;
+  call.in = memory;
+  call.out = memory;
+  call.count = 100;
+  call.dtype = DType::kInt32;
+  call.op = ReduceOp::kAvg;
+  EXPECT_EQ(plan_and_check(ring, 2, true, call).message(),
+            "all_reduce/ring over NCCL: avg is not defined for int32, which has sum, product, min, max, "
+            "band, bor, bxor");
+  call.dtype = DType::kFloat32;
+  call.op = ReduceOp::kSum;
+  EXPECT_EQ(plan_and_check(ring, 2, false, call).message(),
+            "all_reduce/ring over NCCL: input and output overlap, and the plan is not in place");
+  call.out = memory + 400;
+  EXPECT_EQ(plan_and_check(ring, 2, true, call).message(),
+            "all_reduce/ring over NCCL: the plan is in place, and input and output do not lie accordingly");
+  call.deterministic = true;
+  EXPECT_EQ(
+      plan_and_check(ring, 2, false, call).message(),
+      "all_reduce/ring over NCCL: does not add in the canonical order, which deterministic=True asks for");
+  call.deterministic = false;
+  call.wire = DType::kInt8;
+  EXPECT_EQ(plan_and_check(direct, 2, false, call).message(),
+            "all_reduce/direct over NCCL: int8 on the wire for float32; expected a reduction of float32 and "
+            "float16, "
+            "bfloat16, float8_e4m3fn or float8_e5m2 on the wire");
+  call.wire.reset();
+  const std::vector<uint64_t> counts = {50, 49};
+  call.counts = counts;
+  EXPECT_EQ(plan_and_check(direct, 2, false, call).message(),
+            "all_reduce/direct over NCCL: 2 counts with a sum of 99, expected 2 with a sum of 100");
+}
+
+TEST(NcclRounds, TooManyOperandsForTheKernelsAreRefusedWhenPlanned) {
+  RoundPlan plan;
+  const Algorithm& direct = *find_algorithm(Collective::kAllReduce, "direct");
+  ASSERT_OK(cuda::make_round_plan(direct, 0, 32, 0, 0, false, &plan));
+  const Status s = cuda::make_round_plan(direct, 0, 33, 0, 0, false, &plan);
+  EXPECT_EQ(s.code(), Code::kSchedule);
+  EXPECT_EQ(s.message().find(
+                "all_reduce/direct of 33 ranks combines 33 operands at once, and the CUDA kernels take 32"),
+            0u)
+      << s.message();
+  const Algorithm& one_shot = *find_algorithm(Collective::kAllReduce, "one_shot");
+  EXPECT_EQ(cuda::make_round_plan(one_shot, 0, 2, 0, 0, true, &plan).message(),
+            "all_reduce/one_shot cannot run in place");
+}
+
+TEST(RoundPlan, DirectIsOneReductionOfAllRanks) {
+  RoundPlan plan;
+  ASSERT_OK(
+      cuda::make_round_plan(*find_algorithm(Collective::kAllReduce, "direct"), 1, 4, 0, 0, true, &plan));
+  EXPECT_TRUE(plan.complete && plan.deterministic);
+  ASSERT_EQ(plan.rounds.size(), 2u);
+  ASSERT_EQ(plan.rounds[0].batches.size(), 1u);
+  EXPECT_EQ(plan.rounds[0].batches[0].n_srcs, 4);
+  EXPECT_EQ(plan.rounds[0].sends.size(), 3u);
+  EXPECT_EQ(plan.n_staging, 3u) << "in place nothing can land in the result";
+  EXPECT_TRUE(plan.rounds[1].batches.empty()) << "results land where they belong";
+}
+
+TEST(RoundPlan, ARingOutOfPlaceNeedsNoStaging) {
+  RoundPlan plan;
+  const Algorithm& ring = *find_algorithm(Collective::kAllReduce, "ring");
+  ASSERT_OK(cuda::make_round_plan(ring, 0, 4, 0, 0, false, &plan));
+  EXPECT_EQ(plan.rounds.size(), 6u);
+  EXPECT_EQ(plan.n_staging, 0u);
+  EXPECT_FALSE(plan.complete);
+  ASSERT_OK(cuda::make_round_plan(ring, 0, 4, 0, 0, true, &plan));
+  EXPECT_EQ(plan.n_staging, 1u);
+}
+
+}  // namespace
+}  // namespace pycomm
