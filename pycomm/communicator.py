@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pycomm import _C, _setup, arguments, tuning
+from pycomm import _C, _setup, arguments, tuning_hosts
 from pycomm.arguments import refuses_wrong_calls
 from pycomm.collectives import Collectives
 from pycomm.errors import CommError
@@ -118,7 +118,7 @@ class Communicator(Collectives, PointToPoint):
         if core is None:
             return None
         child = Communicator(core)
-        tuning.inherit(self, child)
+        tuning_hosts.inherit(self, child)
         return child
 
     @refuses_wrong_calls
@@ -204,8 +204,8 @@ class Communicator(Collectives, PointToPoint):
         excluded = self._ranks("shrink", "exclude", exclude)
         core = self._c.shrink(excluded, arguments.seconds("shrink: timeout", timeout))
         child = Communicator(core)
-        if child.size == self.size:  # other sizes have the built-in table: asking rank 0 might wait for it
-            tuning.inherit(self, child)
+        if child.size == self.size or tuning_hosts.several_hosts(child):
+            tuning_hosts.inherit(self, child)  # else the built-in table: asking rank 0 might wait for it
         return child
 
     @property
@@ -245,7 +245,7 @@ class Communicator(Collectives, PointToPoint):
         """
         with self._refusing:
             seconds = arguments.seconds("tune: seconds", seconds)
-        tuning.measure(self, seconds)
+        tuning_hosts.measure(self, seconds)
 
     def close(self) -> None:
         """Waits for what is queued and leaves. Idempotent.

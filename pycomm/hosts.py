@@ -25,6 +25,7 @@ from pycomm import _C
 from pycomm.errors import CommError, CommTimeoutError
 
 CONNECT_TIMEOUT_S = 10.0
+MAX_MEASURED_SOCKETS = 4
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,13 @@ def _zero_copy() -> str:
     return text
 
 
-def _n_sockets() -> int:
-    text = os.environ.get("PYCOMM_SOCKETS", "1")
+def given_sockets() -> int | None:
+    """``PYCOMM_SOCKETS``: connections from a rank to another; None: as measured (``tuning_hosts``)."""
+    text = os.environ.get("PYCOMM_SOCKETS") or "auto"
+    if text == "auto":
+        return None
     if not text.isdecimal() or not 1 <= int(text) <= 16:
-        raise ValueError(f"PYCOMM_SOCKETS must be a number from 1 to 16, got {text!r}")
+        raise ValueError(f"PYCOMM_SOCKETS must be auto or a number from 1 to 16, got {text!r}")
     return int(text)
 
 
@@ -196,20 +200,20 @@ def meet(store: Any, key: str, rank: int, size: int, folder: str, timeout: float
 def _net(key: str, rank: int, size: int, master: str, secret: str) -> _C.Net:
     from pycomm import __version__  # the package is being imported when this module is
 
-    encrypt, n_sockets = _flag("PYCOMM_ENCRYPT"), _n_sockets()
+    encrypt, n_sockets = _flag("PYCOMM_ENCRYPT"), given_sockets()
     return _C.Net(
         rank,
         size,
         os.environ.get("PYCOMM_SOCKET_IFNAME", ""),
         master,
         os.environ.get("PYCOMM_PORT_RANGE", ""),
-        n_sockets,
+        n_sockets or MAX_MEASURED_SOCKETS,
         encrypt,
         _zero_copy(),
         bytes.fromhex(secret),
         os.environ.get("PYCOMM_SECRET_FILE", ""),
         key,
-        f"pycomm {__version__}, {n_sockets} sockets, encryption {'on' if encrypt else 'off'}",
+        f"pycomm {__version__}, {n_sockets or 'auto'} sockets, encryption {'on' if encrypt else 'off'}",
         socket.gethostname(),
         CONNECT_TIMEOUT_S,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from pycomm import _C, arguments, rendezvous, tuning
+from pycomm import _C, arguments, rendezvous, tuning_hosts
 from pycomm.calling import KINDS
 from pycomm.communicator import Communicator
 from pycomm.errors import CommError
@@ -83,5 +83,5 @@ def init(
         core.force_algorithm(KINDS[collective], name)
     comm = Communicator(core)
     comm._met_in = place.folder
-    tuning.load_or_measure(comm)
+    tuning_hosts.load_or_measure(comm)
     return comm

@@ -279,6 +279,30 @@ void set_selection(PyCommunicator& self, int kind,
   throw_if_error(self.comm->selector().set_table(static_cast<CallKind>(kind), std::move(table)));
 }
 
+HostSelector& host_selector(const PyCommunicator& self) {
+  HostSelector* const selector = self.comm->host_selector();
+  if (selector == nullptr) throw_if_error(Status::error(Code::kValue, "all ranks are on one host"));
+  return *selector;
+}
+
+py::list host_selection(const PyCommunicator& self, int collective) {
+  py::list rows;
+  for (const HostChoice& c : host_selector(self).table(static_cast<Collective>(collective)))
+    rows.append(py::make_tuple(c.max_bytes, catalog()[c.algorithm].name, c.n_sockets));
+  return rows;
+}
+
+void set_host_selection(const PyCommunicator& self, int collective,
+                        const std::vector<std::tuple<uint64_t, std::string, uint8_t>>& rows) {
+  std::vector<HostChoice> table;
+  for (const auto& [max_bytes, algorithm, n_sockets] : rows) {
+    HostChoice c{max_bytes, 0, n_sockets};
+    throw_if_error(algorithm_index(static_cast<CallKind>(collective), algorithm, &c.algorithm));
+    table.push_back(c);
+  }
+  throw_if_error(host_selector(self).set_table(static_cast<Collective>(collective), std::move(table)));
+}
+
 int checked(const PyCommunicator& c, int q) {
   if (q < 0 || q >= c.comm->size()) {
     throw_if_error(
@@ -378,6 +402,8 @@ void bind_engine(py::module_& m) {
       .def("shrink", &shrink)
       .def("selection", &selection)
       .def("set_selection", &set_selection)
+      .def("host_selection", &host_selection)
+      .def("set_host_selection", &set_host_selection)
       .def("abort",
            [](PyCommunicator& c, const std::string& why) {
              py::gil_scoped_release r;

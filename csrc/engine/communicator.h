@@ -70,6 +70,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // The ranks of this host.
   Group& group() { return *group_; }
   Selector& selector() { return selector_; }
+  // Between hosts; null when all ranks are on this one.
+  HostSelector* host_selector() { return hierarchy_ == nullptr ? nullptr : &hierarchy_->selector(); }
   PointToPoint& p2p() { return *p2p_; }
 
   // Fills in algorithm, tile size and hash; kValue or kType when the request cannot be served.

@@ -156,29 +156,16 @@ Status Hierarchy::inside(CallKind kind, Buffer in, Buffer out, std::vector<uint6
   return s.code() == Code::kInterrupt || s.ok() ? std::move(s) : std::move(s).within(here());
 }
 
-const char* Hierarchy::algorithm_between(Collective collective, uint64_t n_bytes) const {
-  const bool small = n_bytes <= Rounds::kEagerBytes, exact = call_->sig.deterministic;
-  if (call_->sig.compression != Compression::kNone) return "direct";
-  switch (collective) {
-    case Collective::kAllReduce: return small ? "recursive_doubling" : exact ? "halving_doubling" : "ring";
-    case Collective::kReduceScatter: return exact ? "halving" : "ring";
-    case Collective::kAllGather: return small ? "direct" : "ring";
-    case Collective::kBroadcast: return small ? "binomial" : "chain";
-    case Collective::kReduce: return "binomial";
-    case Collective::kGather:
-    case Collective::kScatter: return "direct";
-  }
-  return "direct";
-}
-
 Status Hierarchy::start(std::unique_ptr<Flight>* out, Collective collective, std::byte* in, std::byte* to,
                         uint64_t count, const std::vector<uint64_t>& counts, int root_host, uint64_t at) {
   const uint32_t run = n_runs_++;
   if (!placement_.is_owner()) return Status();
-  const Algorithm* a =
-      call_->sig.algorithm < catalog().size() && catalog()[call_->sig.algorithm].collective == collective
-          ? &catalog()[call_->sig.algorithm]
-          : find_algorithm(collective, algorithm_between(collective, count * elem_size_));
+  const HostChoice choice = host_selector_.choose(collective, count * elem_size_, call_->sig.deterministic);
+  const bool given =
+      call_->sig.algorithm < catalog().size() && catalog()[call_->sig.algorithm].collective == collective;
+  const Algorithm* a = given                                          ? &catalog()[call_->sig.algorithm]
+                       : call_->sig.compression != Compression::kNone ? find_algorithm(collective, "direct")
+                                                                      : &catalog()[choice.algorithm];
   Schedule& schedule = schedules_[{a, root_host}];
   if (schedule.part.empty()) {
     PYCOMM_RETURN_IF_ERROR(
@@ -195,6 +182,7 @@ Status Hierarchy::start(std::unique_ptr<Flight>* out, Collective collective, std
   task.op = op_;
   float* const residual = call_->residual;
   task.codec = Codec(call_->sig.compression, residual == nullptr ? nullptr : residual + at);
+  task.n_sockets = choice.n_sockets;
   const auto lock = remote_->net().lock();
   (*out)->begin();
   return Status();

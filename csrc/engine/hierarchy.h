@@ -29,6 +29,7 @@
 #include "engine/remote.h"
 #include "engine/rounds.h"
 #include "engine/select.h"
+#include "engine/select_hosts.h"
 #include "schedule/exact.h"
 
 namespace pycomm {
@@ -70,6 +71,7 @@ class Hierarchy {
   Status refuse(const std::string& why, CallerHooks* hooks, double timeout_s);
   const Placement& placement() const { return placement_; }
   Remote& remote() { return *remote_; }
+  HostSelector& selector() { return host_selector_; }
 
  private:
   static constexpr size_t kFlights = 3;  // tiles under way: one reduced, one between hosts, one gathered
@@ -97,7 +99,6 @@ class Hierarchy {
   Status start(std::unique_ptr<Flight>* out, Collective collective, std::byte* in, std::byte* to,
                uint64_t count, const std::vector<uint64_t>& counts, int root_host, uint64_t at = 0);
   Status finish(Flight* flight);
-  const char* algorithm_between(Collective collective, uint64_t n_bytes) const;
   void divide(std::byte* data, uint64_t n);
   Status gather_block(const Buffer& part, std::byte** share);
   Status spread_block(std::byte* own, const std::vector<uint64_t>& block);
@@ -130,7 +131,8 @@ class Hierarchy {
 
   Group& group_;
   Engine& engine_;
-  const Selector& selector_;
+  const Selector& selector_;  // within the host
+  HostSelector host_selector_;
   Placement placement_;
   std::unique_ptr<Remote> remote_;
   std::vector<std::vector<std::byte>> work_;

@@ -127,7 +127,8 @@ void Remote::greet(int to) {
 
 // ---- messages --------------------------------------------------------------------------------------------
 
-void Remote::send(int to, const Key& key, const std::byte* data, size_t n_bytes, std::function<void()> left) {
+void Remote::send(int to, const Key& key, const std::byte* data, size_t n_bytes, std::function<void()> left,
+                  int n_sockets) {
   MessageHeader h = header(RemoteKind::kData);
   h.part = key.tile;
   h.run = key.run;
@@ -135,7 +136,8 @@ void Remote::send(int to, const Key& key, const std::byte* data, size_t n_bytes,
   h.n_bytes = n_bytes;
   const uint64_t token = next_token_++;
   leaving_[token] = {to, std::move(left)};
-  const int lane = static_cast<int>(key.tile % static_cast<uint32_t>(net_->n_lanes()));
+  const int n_lanes = n_sockets == 0 ? net_->n_lanes() : std::min(n_sockets, net_->n_lanes());
+  const int lane = static_cast<int>(key.tile % static_cast<uint32_t>(n_lanes));
   net_->send(job_ranks_[static_cast<size_t>(to)], lane, h, data, this, token);
 }
 

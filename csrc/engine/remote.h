@@ -69,7 +69,9 @@ class Remote final : public Sink {
   // The call is over, well or (refused, failed) badly: nothing of its memory is read or written from here on.
   void end(bool well);
   void expect(const Key& key, std::byte* landing, size_t n_bytes, Then then);
-  void send(int to, const Key& key, const std::byte* data, size_t n_bytes, std::function<void()> left);
+  // Tiles take the first n_sockets connections to the peer in turn (0: all).
+  void send(int to, const Key& key, const std::byte* data, size_t n_bytes, std::function<void()> left,
+            int n_sockets = 0);
   void open(int to);
   bool has_opened(int from) const { return opened_.contains({call_, from}); }
   // Calls `then` once the peer has opened the call; at once when it has.

@@ -212,7 +212,9 @@ void Rounds::send_all(Tile& tile) {
         tile.leaving.erase(std::find(tile.leaving.begin(), tile.leaving.end(), chunk));
         if (tile.waits_for_leaving) try_round(tile);
       };
-      const auto send = [this, to, k, data, n_bytes, left] { remote_.send(to, k, data, n_bytes, left); };
+      const auto send = [this, to, k, data, n_bytes, left] {
+        remote_.send(to, k, data, n_bytes, left, task_.n_sockets);
+      };
       if (eager_)
         send();
       else

@@ -42,7 +42,8 @@ class Rounds {
     std::span<const uint64_t> counts;  // of each part, where they are given
     DType dtype = DType::kUInt8;
     ReduceOp op = ReduceOp::kSum;
-    Codec codec;  // its vector is this one, or not active
+    Codec codec;        // its vector is this one, or not active
+    int n_sockets = 0;  // connections to each peer; 0: all that there may be
   };
   static constexpr uint32_t kWindow = 8;
   static constexpr size_t kSliceBytes = size_t{256} << 10;

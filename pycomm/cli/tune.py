@@ -50,12 +50,18 @@ def tune(
 
 def _run_as_rank(seconds: float, as_json: bool) -> None:
     import pycomm
-    from pycomm import tuning
+    from pycomm import tuning, tuning_hosts
 
     with pycomm.init() as comm:
         comm.tune(seconds)
-        if comm.rank == 0:
+        if comm.rank != 0:
+            return
+        if not tuning_hosts.several_hosts(comm):
             _print_table(comm.size, tuning.read(comm), str(tuning.cache_file(comm.size)), as_json)
+            return
+        here = comm._c.hosts.count(comm._c.hosts[0])
+        within = (here, tuning.read(comm), str(tuning.cache_file(here)))
+        _print_levels(within, tuning_hosts.read(comm), str(tuning_hosts.cache_file(comm)), as_json)
 
 
 def _run_ranks(ranks: int, seconds: float) -> None:
@@ -106,7 +112,7 @@ def _print_cached(ranks: int, as_json: bool) -> None:
     from pycomm import tuning
 
     path = tuning.cache_file(ranks)
-    table = tuning._load(path)
+    table = tuning.load_file(ranks)
     if table is None:
         typer.echo(
             f"pycomm: no selection table for {ranks} ranks in {path}: run pycomm tune --ranks {ranks}",
@@ -116,18 +122,45 @@ def _print_cached(ranks: int, as_json: bool) -> None:
     _print_table(ranks, table, str(path), as_json)
 
 
+def _rows(ranks: int, table: Any, path: str) -> dict[str, Any]:
+    names = ("max_bytes", "algorithm", "arena_algorithm", "tile_bytes")
+    rows = {name: [dict(zip(names, row, strict=True)) for row in rows] for name, rows in table.items()}
+    return {"ranks": ranks, "file": path, "table": rows}
+
+
+def _print_levels(within: tuple[int, Any, str], between: Any, path: str, as_json: bool) -> None:
+    """Rank 0's host, and what goes between the hosts."""
+    if as_json:
+        names = ("max_bytes", "algorithm", "sockets")
+        rows = {name: [dict(zip(names, row, strict=True)) for row in rows] for name, rows in between.items()}
+        print_json({"within_host": _rows(*within), "between_hosts": {"file": path, "table": rows}})
+        return
+    if within[0] > 1:
+        _print_table(*within, as_json=False)
+    shown = Table("collective", "a rank's share up to", "algorithm", "sockets", title="between hosts")
+    shown.title_justify = "left"
+    for name, rows in between.items():
+        for i, (max_bytes, algorithm, sockets) in enumerate(rows):
+            shown.add_row(name if i == 0 else "", _up_to(max_bytes), algorithm, str(sockets or "all"))
+        shown.add_section()
+    out = console()
+    out.print(shown)
+    out.print(f"kept in {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _up_to(max_bytes: int) -> str:
+    return "any size" if max_bytes >= 2**64 - 1 else units.bytes_text(max_bytes)
+
+
 def _print_table(ranks: int, table: Any, path: str, as_json: bool) -> None:
     if as_json:
-        names = ("max_bytes", "algorithm", "arena_algorithm", "tile_bytes")
-        rows = {name: [dict(zip(names, row, strict=True)) for row in rows] for name, rows in table.items()}
-        print_json({"ranks": ranks, "file": path, "table": rows})
+        print_json(_rows(ranks, table, path))
         return
     shown = Table("collective", "up to", "algorithm", "with arena tensors", "tile", title=f"{ranks} ranks")
     shown.title_justify = "left"
     for name, rows in table.items():
         for i, (max_bytes, algorithm, arena, tile) in enumerate(rows):
-            up_to = "any size" if max_bytes >= 2**64 - 1 else units.bytes_text(max_bytes)
-            shown.add_row(name if i == 0 else "", up_to, algorithm, arena, units.bytes_text(tile))
+            shown.add_row(name if i == 0 else "", _up_to(max_bytes), algorithm, arena, units.bytes_text(tile))
         shown.add_section()
     out = console()
     out.print(shown)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from pycomm.communicator import Communicator
-from pycomm.tuning import median_s
+from pycomm.measuring import median_s
 
 __all__ = ["DEFAULT_BYTES", "measured_bytes", "wanted_bytes"]
 
