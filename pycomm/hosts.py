@@ -17,6 +17,7 @@ import secrets
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,13 +75,18 @@ def host_id() -> str:
     return f"{socket.gethostname()} {boot}-{folder.st_dev:x}-{folder.st_ino:x}"
 
 
-def _came(store: Any, key: str, end_s: float) -> bool:
+def _came(store: Any, key: str, end_s: float, moved: Callable[[], bool] = lambda: False) -> bool:
     """Waits until the store has the key, or the time is over.
+
+    Raises:
+        MovedError: ``moved()`` meanwhile.
 
     Asks again and again: torch's stores do not look for Ctrl-C while they wait, and complain of short waits.
     """
     pause_s = 1e-3
     while not store.check([key]):
+        if moved():
+            raise MovedError(key)
         if time.monotonic() > end_s:
             return False
         time.sleep(pause_s)
@@ -88,10 +94,26 @@ def _came(store: Any, key: str, end_s: float) -> bool:
     return True
 
 
-def exchange(store: Any, key: str, rank: int, size: int, text: str, timeout: float) -> list[str]:
+class MovedError(CommError):
+    """Rank 0 waits somewhere else: what this rank found in the store is of an earlier life of the job."""
+
+
+def exchange(
+    store: Any,
+    key: str,
+    rank: int,
+    size: int,
+    text: str,
+    timeout: float,
+    moved: Callable[[], bool] = lambda: False,
+) -> list[str]:
     """Every rank's text, in the order of ranks; each key serves once.
 
+    Args:
+        moved: whether rank 0 is known not to wait for this key any more.
+
     Raises:
+        MovedError: ``moved()``.
         CommTimeoutError: some ranks did not come; the message names them.
         CommError: the store has gone.
     """
@@ -108,7 +130,7 @@ def exchange(store: Any, key: str, rank: int, size: int, text: str, timeout: flo
             if missing:  # this process may serve the store, and is about to leave: they must hear it first
                 for other in came:
                     _came(store, f"{key}/{other}/told", end_s + 2.0)
-        elif _came(store, f"{key}/all", end_s + 1.0):  # rank 0's time begins earlier, or a little later
+        elif _came(store, f"{key}/all", end_s + 1.0, moved):  # rank 0's time begins earlier, or a bit later
             missing, texts = json.loads(store.get(f"{key}/all"))
             store.set(f"{key}/{rank}/told", "")
         else:
@@ -164,14 +186,24 @@ def _master(store: Any) -> str:
     return next((address for address in sorted(found) if not address.startswith(local)), "")
 
 
-def meet(store: Any, key: str, rank: int, size: int, folder: str, timeout: float) -> Hosts | None:
+def meet(
+    store: Any, key: str, rank: int, size: int, folder: str, timeout: float, moved: Callable[[], bool]
+) -> Hosts | None:
     """Who is where, told through the store; None when all ranks are on this host.
 
     Args:
         key: of this meeting; no other one has it.
         folder: where rank 0's host meets.
+        moved: whether rank 0 waits for another meeting by now.
+
+    Raises:
+        MovedError: this meeting is one of an earlier life of the job.
     """
-    names = exchange(store, f"{key}/hosts", rank, size, host_id(), timeout)
+    me = f"{host_id()}\n{secrets.token_hex(8)}"
+    told_hosts = exchange(store, f"{key}/hosts", rank, size, me, timeout, moved)
+    if told_hosts[rank] != me:  # who had this rank in an earlier life met them there
+        raise MovedError(key)
+    names = [text.partition("\n")[0] for text in told_hosts]
     numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
     if len(numbers) == 1:
         return None

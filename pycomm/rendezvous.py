@@ -2,9 +2,11 @@
 
 The run folder (mode 0700, removed when all have met) holds a unix socket for each rank; its place comes from,
 in this order: an explicit torch group or store, ``PYCOMM_RUN_DIR``, torchrun's store, Open MPI's or Slurm's
-job id. The key in a store carries the run id and the restart count, so that a restarted job never meets an
-older one's. Its value is the folder in which rank 0 waits now; rank 0 takes it back when all have come, or
-when it gives up: then a later attempt, with whatever ranks, meets no leftovers.
+job id. The key in a store carries the run id. Its value is the folder in which rank 0 waits now, a name that
+no other meeting has; rank 0 takes it back when all have come, or when it gives up. When torchrun restarts a
+job, it may find what an earlier life left behind, if rank 0 was killed before it took it back: a rank goes on
+looking while it is alone there. (Nothing else tells lives apart: torchrun's restart count is each agent's
+own, and differs between hosts.)
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from typing import Any
 import torch.distributed as dist
 
 from pycomm.errors import CommError, CommTimeoutError
-from pycomm.hosts import Hosts, meet, temporary_root
+from pycomm.hosts import Hosts, MovedError, meet, temporary_root
 
 _folders = itertools.count()  # of the communicators that meet in a folder named by the environment
 _stores: list[Any] = []  # rank 0 of a store of ours serves it: it must live as long as the process
-_met: set[str] = set()  # folders in which this process met its peers: rank 0 may not have taken them back yet
+_met: set[str] = set()  # folders in which this process met its peers, or found nobody: not to go there again
 _NOWHERE = "nowhere"  # the key's value while rank 0 does not wait
 
 
@@ -64,16 +66,27 @@ def _by_store(store: Any, rank: int, size: int, timeout: float) -> Place:
     if _check(Place(rank, size, "")).size == 1:
         return Place(rank, size, "")
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # An agent's store may outlive a worker that it restarts, hence the restart count.
-    key = f"pycomm/{run}/{restart}"
+    key = f"pycomm/{run}"
+    end_s = time.monotonic() + timeout
     if rank == 0:
         folder = tempfile.mkdtemp(prefix="pycomm-", dir=temporary_root())
         store.set(key, folder)
     else:
         folder = _told(store, key, rank, size, timeout)
+
+    def moved() -> bool:
+        return store.get(key).decode() not in (folder, _NOWHERE)
+
     try:
-        hosts = meet(store, f"{key}/{os.path.basename(folder)}", rank, size, folder, timeout)
+        while True:
+            try:
+                name = f"{key}/{os.path.basename(folder)}"
+                hosts = meet(store, name, rank, size, folder, timeout, moved)
+                break
+            except MovedError:
+                _met.add(folder)
+                timeout = max(end_s - time.monotonic(), 0.1)
+                folder = _told(store, key, rank, size, timeout)
     except BaseException:
         if rank == 0:
             store.set(key, _NOWHERE)
