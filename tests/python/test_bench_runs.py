@@ -262,3 +262,13 @@ def test_pipelines_are_measured_beside_torchs(
     assert "| 0.200 | 0.100 | **missed** |" in lines[2]  # 0.30 / 0.25 - 1
     assert "| 1.100 | 1.000 | **missed** |" in lines[3]
     assert "met" in lines[4] and not table.all_met  # 0.30 is nearer to 3/11 than 0.36
+
+
+@pytest.mark.timeout(200)
+def test_connecting_prints_its_table() -> None:
+    command = [sys.executable, str(ROOT / "bench/connecting.py"), "--ranks", "4", "--launches", "1"]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode in (0, 1), done.stderr  # 1: a busy machine has missed a figure
+    assert done.stdout.count("4 ranks join") == 2 and "| authentication, a connection |" in done.stdout
