@@ -194,9 +194,10 @@ def test_wrong_arguments_of_transfers() -> None:
 
 #: what every method takes: names, "*" before those that are given by name only
 SIGNATURES = {
-    "all_reduce": "tensor op * out async_op algorithm deterministic timeout",
-    "reduce_scatter": "output input op * counts async_op algorithm deterministic timeout",
-    "all_gather": "output input * counts async_op algorithm timeout",
+    "all_reduce": "tensor op * out async_op algorithm deterministic timeout compression error_feedback",
+    "reduce_scatter": "output input op * counts async_op algorithm deterministic timeout compression "
+    "error_feedback",
+    "all_gather": "output input * counts async_op algorithm timeout compression error_feedback",
     "broadcast": "tensor src * async_op algorithm timeout",
     "reduce": "tensor dst op * out async_op algorithm deterministic timeout",
     "gather": "tensor output dst * counts async_op algorithm timeout",
@@ -206,6 +207,7 @@ SIGNATURES = {
     "empty": "shape dtype",
     "split": "color key",
     "new_group": "ranks",
+    "shrink": "exclude timeout",
     "send": "tensor dst tag * timeout",
     "recv": "tensor src tag * timeout",
     "isend": "tensor dst tag * timeout",
