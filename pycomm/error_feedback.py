@@ -25,8 +25,8 @@ class ErrorFeedback:
     With it, the sum of the results of any number of calls on a slowly changing vector is as exact as one of
     them; without, each call's error may be the same, and add up. Give every vector that is reduced again and
     again (a bucket of gradients) one of its own, and always the same kind of call. Costs 4 bytes an element,
-    and those only where this rank carries the vector between hosts; nothing on one host. A call that raises may
-    have taken from it what then did not arrive: that is lost, at most what one call loses.
+    and those only where this rank carries the vector between hosts; nothing on one host. A call that raises
+    may have taken from it what then did not arrive: that is lost, at most what one call loses.
 
     Args:
         residual: where it is kept: a contiguous float32 CPU tensor of as many elements as the vector; None:
