@@ -93,6 +93,8 @@ def _job(row: Row, operation: str, placement: list[int], names: list[str], folde
     for rank, host in enumerate(placement):
         other = row.other_secret and host == placement[-1]
         settings[rank] = {"PYCOMM_SECRET_FILE": str(folder / ("other-secret" if other else "secret"))}
+        if row.n_sockets:
+            settings[rank]["PYCOMM_SOCKETS"] = str(row.n_sockets)
     return Job(
         operation,
         placement,

@@ -151,7 +151,7 @@ def insider(scene: Scene) -> None:
             address, secret, scene.victim, to, scene.board.size, folder / "run" / "store"
         )
         if refused:
-            scene.notes.append(refused)
+            raise RuntimeError(f"the insider was not let in: {refused}")
 
     scene.as_stranger(work)
 

@@ -61,6 +61,7 @@ class Row:
     slow_s: float = 0.0
     differ: str = ""
     other_secret: bool = False  # the last host's ranks have another secret
+    n_sockets: int = 0  # for each pair; 0: as by default
     shape: str = ""  # the last host's link, for tc
 
     def victims(self, placement: list[int]) -> list[int]:
@@ -133,6 +134,7 @@ ROWS: dict[str, Row] = {
         between_hosts(Expect(("PeerLostError", "completed"), within_s=1.0, names=True)),
         "a process that has the secret says that it is the last rank, is let in, and sends noise",
         at="first call",
+        n_sockets=1,  # what the insider says of itself
     ),
     "stranger, wrong secret": Row(
         faults.stranger_with_wrong_secret,
