@@ -34,7 +34,7 @@ class Hosts:
     """The ranks of several hosts, as one of them sees them."""
 
     host_of: list[int]  # of each rank, numbered by their lowest ranks
-    folder: str  # where this host's ranks meet
+    folder: str  # where this host's ranks meet; "" where there is one only
     net: _C.Net
     store: Any
     key: str  # of this meeting
@@ -208,9 +208,24 @@ def meet(
     if len(numbers) == 1:
         return None
     host_of = [numbers[name] for name in names]
-    first = host_of.index(host_of[rank]) == rank
-    if first and rank != 0:
-        folder = tempfile.mkdtemp(prefix="pycomm-", dir=temporary_root())
+    made_here = ""  # where this host's ranks meet, when it is not rank 0's
+    if host_of.count(host_of[rank]) == 1:
+        folder = ""
+    elif host_of.index(host_of[rank]) == rank != 0:
+        folder = made_here = tempfile.mkdtemp(prefix="pycomm-", dir=temporary_root())
+    try:
+        return _tell(store, key, rank, host_of, names, folder, timeout)
+    except BaseException:
+        if made_here:
+            os.rmdir(made_here)
+        raise
+
+
+def _tell(
+    store: Any, key: str, rank: int, host_of: list[int], names: list[str], folder: str, timeout: float
+) -> Hosts:
+    """The secret from rank 0; who listens where, and where each host's ranks meet, from all."""
+    size = len(host_of)
     made = secrets.token_hex(32) if rank == 0 else ""
     made = exchange(store, f"{key}/secret", rank, size, made, timeout)[0]
     try:

@@ -52,15 +52,16 @@ def init(
         store: a torch.distributed Store, with ``rank`` and ``size``.
         group: a torch.distributed process group of any backend, whose ranks these become.
         timeout: seconds to wait for the others here, and the default of every call.
-        With none of these, the environment says who this is: ``PYCOMM_RUN_DIR`` with RANK and WORLD_SIZE,
-        torchrun's variables, Open MPI's, Slurm's; or else this process is alone (one rank).
+        With none of these, the environment says who this is: RANK and WORLD_SIZE (torchrun's), Open MPI's or
+        Slurm's variables; or else this process is alone (one rank). ``PYCOMM_RENDEZVOUS`` or
+        ``PYCOMM_RUN_DIR`` says where the ranks meet, or else the launcher does.
 
     Returns:
         The communicator of all ranks.
 
     Raises:
         ValueError: contradictory arguments or environment.
-        CommTimeoutError: some ranks did not come; the message names them.
+        CommTimeoutError: some ranks did not come (the message names them), or rank 0's store is not reached.
 
     Example:
         >>> import pycomm
@@ -82,6 +83,6 @@ def init(
     for collective, name in forced.items():
         core.force_algorithm(KINDS[collective], name)
     comm = Communicator(core)
-    comm._met_in = place.folder
+    comm._met_in = place.meeting
     tuning_hosts.load_or_measure(comm)
     return comm

@@ -1,12 +1,13 @@
 """How the ranks of a job find each other: who am I, how many are we, and which run folder do we share.
 
 The run folder (mode 0700, removed when all have met) holds a unix socket for each rank; its place comes from,
-in this order: an explicit torch group or store, ``PYCOMM_RUN_DIR``, torchrun's store, Open MPI's or Slurm's
-job id. The key in a store carries the run id. Its value is the folder in which rank 0 waits now, a name that
-no other meeting has; rank 0 takes it back when all have come, or when it gives up. When torchrun restarts a
-job, it may find what an earlier life left behind, if rank 0 was killed before it took it back: a rank goes on
-looking while it is alone there. (Nothing else tells lives apart: torchrun's restart count is each agent's
-own, and differs between hosts.)
+in this order: an explicit torch group or store, the store that ``PYCOMM_RENDEZVOUS`` names,
+``PYCOMM_RUN_DIR``, torchrun's store, Open MPI's or Slurm's job id; for their ranks on several hosts a store
+that rank 0 serves (``MASTER_ADDR``, or Slurm's first host). The key in a store carries the run id. Its value
+is the folder in which rank 0 waits now, a name that no other meeting has; rank 0 takes it back when all have
+come, or when it gives up. When torchrun restarts a job, it may find what an earlier life left behind, if rank
+0 was killed before it took it back: a rank goes on looking while it is alone there. (Nothing else tells lives
+apart: torchrun's restart count is each agent's own, and differs between hosts.)
 """
 
 from __future__ import annotations
@@ -18,18 +19,29 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from pycomm import rendezvous_slurm as slurm
 from pycomm.errors import CommError, CommTimeoutError
 from pycomm.hosts import Hosts, MovedError, meet, temporary_root
+from pycomm.job_store import Meeting, given, open_store
 
 _folders = itertools.count()  # of the communicators that meet in a folder named by the environment
-_stores: list[Any] = []  # rank 0 of a store of ours serves it: it must live as long as the process
-_met: set[str] = set()  # folders in which this process met its peers, or found nobody: not to go there again
+_met: set[str] = set()  # meetings that this process was in, or where it found nobody: not to go there again
 _NOWHERE = "nowhere"  # the key's value while rank 0 does not wait
+
+#: The variables of rank, size, and what tells a job from others; the first that are set count.
+_LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", ()),
+    "openmpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
+}
 
 
 @dataclass(frozen=True)
@@ -42,13 +54,19 @@ class Place:
     store: Any = None  # where rank 0 told the others the folder, under ``key``
     key: str = ""
     hosts: Hosts | None = None  # when the ranks are on several
+    told: str = ""  # rank 0's folder, which other hosts do not have: the name of this meeting on all ranks
+
+    @property
+    def meeting(self) -> str:
+        """What this meeting is called on every rank, and no other one is."""
+        return self.told or self.folder
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Around the meeting there."""
         try:
             yield
-            _met.add(self.folder)
+            _met.add(self.meeting)
         finally:
             if self.store is not None and self.rank == 0:
                 self.store.set(self.key, _NOWHERE)
@@ -62,10 +80,10 @@ def _integer(name: str) -> int:
         raise ValueError(f"environment variable {name} must be an integer, got {text!r}") from None
 
 
-def _by_store(store: Any, rank: int, size: int, timeout: float) -> Place:
+def _by_store(store: Any, rank: int, size: int, timeout: float, job: str = "none") -> Place:
     if _check(Place(rank, size, "")).size == 1:
         return Place(rank, size, "")
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    run = os.environ.get("TORCHELASTIC_RUN_ID", job)
     key = f"pycomm/{run}"
     end_s = time.monotonic() + timeout
     if rank == 0:
@@ -92,7 +110,11 @@ def _by_store(store: Any, rank: int, size: int, timeout: float) -> Place:
             store.set(key, _NOWHERE)
             os.rmdir(folder)
         raise
-    return Place(rank, size, folder if hosts is None else hosts.folder, store, key, hosts)
+    if hosts is None:
+        return Place(rank, size, folder, store, key)
+    if rank == 0 and hosts.folder == "":  # nobody else is on this host
+        os.rmdir(folder)
+    return Place(rank, size, hosts.folder, store, key, hosts, folder)
 
 
 def _told(store: Any, key: str, rank: int, size: int, timeout: float) -> str:
@@ -136,22 +158,8 @@ def _by_group(group: Any, timeout: float) -> Place:
 def _torchrun_store(rank: int, size: int, timeout: float) -> Any:
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = os.environ["MASTER_ADDR"], _integer("MASTER_PORT")
-    serves = rank == 0 and not agent
-    try:
-        # multi_tenant: torch.distributed may serve a store of its own on the same port of this process.
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, size, serves, _patience(timeout), wait_for_workers=False, multi_tenant=True
-        )
-    except dist.DistError as error:
-        kind, what = (CommError, "serve") if serves else (CommTimeoutError, "reach")
-        raise kind(
-            f"rank {rank} of {size} cannot {what} the job's store at MASTER_ADDR={host}, MASTER_PORT={port} "
-            f"(timeout {timeout:g} s): {str(error).splitlines()[0]}"
-        ) from error
-    _stores.append(store)
-    return store
+    return open_store(Meeting(host, port, f"MASTER_ADDR={host}, MASTER_PORT={port}"), rank, size, timeout)
 
 
 def find(store: Any, group: Any, rank: int | None, size: int | None, timeout: float) -> Place:
@@ -160,7 +168,6 @@ def find(store: Any, group: Any, rank: int | None, size: int | None, timeout: fl
     Raises:
         ValueError: the arguments or the environment contradict themselves; the message names the variable.
     """
-    env = os.environ
     if group is not None:
         if store is not None or rank is not None or size is not None:
             raise ValueError("init(group=…) takes no store=, rank= or size=: the group has them")
@@ -176,45 +183,85 @@ def find(store: Any, group: Any, rank: int | None, size: int | None, timeout: fl
         return _by_store(store, rank, size, timeout)
     if rank is not None or size is not None:
         raise ValueError("rank= and size= go with store=; without it they come from the environment")
-    if "RANK" in env and "WORLD_SIZE" in env:
-        rank, size = _integer("RANK"), _integer("WORLD_SIZE")
-        if "PYCOMM_RUN_DIR" in env:
-            restart = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-            name = f"pycomm-{restart}-{next(_folders)}" if restart != "0" else f"pycomm-{next(_folders)}"
-            place = _check(Place(rank, size, f"{env['PYCOMM_RUN_DIR']}/{name}"))
-            try:
-                os.makedirs(env["PYCOMM_RUN_DIR"], mode=0o700, exist_ok=True)
-            except OSError as error:
-                raise ValueError(f"PYCOMM_RUN_DIR cannot be made or used: {error}") from error
-            return place
-        if _check(Place(rank, size, "")).size == 1:
-            return Place(rank, size, "")
-        if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
-            raise ValueError(
-                "RANK and WORLD_SIZE are set but MASTER_ADDR and MASTER_PORT are not: start with torchrun"
-            )
-        return _by_store(_torchrun_store(rank, size, timeout), rank, size, timeout)
-    for r, s, job in (
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")),
-        ("SLURM_PROCID", "SLURM_NTASKS", ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
-    ):
+    return _by_environment(timeout)
+
+
+def _by_environment(timeout: float) -> Place:
+    env = os.environ
+    for launcher, (r, s, _) in _LAUNCHERS.items():
         # A Slurm batch script itself has SLURM_PROCID but no step: it is one process, not a rank.
-        if r not in env or s not in env or (r == "SLURM_PROCID" and "SLURM_STEP_ID" not in env):
+        if r not in env or s not in env or (launcher == "slurm" and "SLURM_STEP_ID" not in env):
             continue
-        name = "-".join("".join(c if c.isalnum() else "_" for c in env[j]) for j in job if j in env)
-        root = env.get("PYCOMM_RUN_DIR") or temporary_root()
-        return _check(Place(_integer(r), _integer(s), f"{root}/pycomm-{os.getuid()}-{name}-{next(_folders)}"))
+        rank, size = _integer(r), _integer(s)
+        alone = _check(Place(rank, size, "")).size == 1
+        meeting = given()
+        if alone and (meeting is not None or "PYCOMM_RUN_DIR" not in env):
+            return Place(rank, size, "")
+        if meeting is not None:
+            return _by_store(
+                open_store(meeting, rank, size, timeout), rank, size, timeout, _job(launcher) or "none"
+            )
+        if launcher == "torchrun":
+            return _by_torchrun(rank, size, timeout)
+        return _by_launcher(launcher, rank, size, timeout)
     if "RANK" in env or "WORLD_SIZE" in env:
         missing = "RANK" if "WORLD_SIZE" in env else "WORLD_SIZE"
         raise ValueError(f"of RANK and WORLD_SIZE only one is set: set {missing} too, or neither")
     return Place(0, 1, "")
 
 
+def _job(launcher: str) -> str:
+    """What tells this job from others, by the launcher's numbers."""
+    names = _LAUNCHERS[launcher][2]
+    return "-".join(
+        "".join(c if c.isalnum() else "_" for c in os.environ[j]) for j in names if j in os.environ
+    )
+
+
+def _by_torchrun(rank: int, size: int, timeout: float) -> Place:
+    env = os.environ
+    if "PYCOMM_RUN_DIR" in env:
+        restart = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+        name = f"pycomm-{restart}-{next(_folders)}" if restart != "0" else f"pycomm-{next(_folders)}"
+        try:
+            os.makedirs(env["PYCOMM_RUN_DIR"], mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"PYCOMM_RUN_DIR cannot be made or used: {error}") from error
+        return Place(rank, size, f"{env['PYCOMM_RUN_DIR']}/{name}")
+    if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
+        raise ValueError(
+            "RANK and WORLD_SIZE are set but MASTER_ADDR and MASTER_PORT are not: start with torchrun"
+        )
+    return _by_store(_torchrun_store(rank, size, timeout), rank, size, timeout)
+
+
+def _by_launcher(launcher: str, rank: int, size: int, timeout: float) -> Place:
+    """Open MPI's and Slurm's ranks: in a folder when they are on one host, else in a store of rank 0's."""
+    env, job = os.environ, _job(launcher)
+    if launcher == "slurm":
+        several = slurm.n_hosts() > 1
+    else:
+        several = "OMPI_COMM_WORLD_LOCAL_SIZE" in env and _integer("OMPI_COMM_WORLD_LOCAL_SIZE") < size
+    if not several:
+        root = env.get("PYCOMM_RUN_DIR") or temporary_root()
+        return Place(rank, size, f"{root}/pycomm-{os.getuid()}-{job}-{next(_folders)}")
+    if "MASTER_ADDR" in env and "MASTER_PORT" in env:
+        store = _torchrun_store(rank, size, timeout)
+    elif launcher == "slurm":
+        (host, name), port = slurm.first_host(), slurm.port()
+        said = f"{host}:{port} (the first host of {name}={env[name]}, a port by SLURM_JOB_ID)"
+        store = open_store(Meeting(host, port, said), rank, size, timeout)
+    else:
+        raise ValueError(
+            f"rank {rank} of {size}: Open MPI started ranks on several hosts "
+            f"({env['OMPI_COMM_WORLD_LOCAL_SIZE']} of {size} on this one), and does not say where rank 0 is. "
+            "Say it: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=PORT …, an address of rank 0's host and a "
+            "free port there, or -x PYCOMM_RENDEZVOUS=file:///PATH on a file system that all hosts share"
+        )
+    return _by_store(store, rank, size, timeout, job or "none")
+
+
 def _check(place: Place) -> Place:
     if place.size < 1 or not 0 <= place.rank < place.size:
         raise ValueError(f"rank {place.rank} of {place.size}: a rank must be in [0, size)")
     return place
-
-
-def _patience(timeout: float) -> timedelta:
-    return timedelta(seconds=min(timeout, 1e8))  # three years: timedelta has an end, and float("inf") has not
