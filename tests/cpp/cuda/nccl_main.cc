@@ -1,7 +1,12 @@
-// main() of the tests over NCCL: eight devices, and the loopback NCCL as the library that is opened.
+// main() of the tests over NCCL: eight devices, and the loopback NCCL as the library that is opened. A
+// process that was started as a rank (nccl_process_test.cc) does that instead of tests.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+
+namespace pycomm {
+int run_as_rank(const char* what);  // the exit status
+}
 
 // Before main(): the shim reads it once.
 static const int devices_are_set = setenv("CUDA_ON_CPU_DEVICES", "8", 1);
@@ -9,6 +14,7 @@ static const int devices_are_set = setenv("CUDA_ON_CPU_DEVICES", "8", 1);
 int main(int argc, char** argv) {
   (void)devices_are_set;
   setenv("PYCOMM_NCCL_LIB", LOOPBACK_NCCL, 0);
+  if (const char* what = std::getenv("NCCL_TEST_RANK")) return pycomm::run_as_rank(what);
   testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();
 }

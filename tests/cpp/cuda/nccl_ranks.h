@@ -7,6 +7,7 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <functional>
 #include <string>
@@ -46,6 +47,17 @@ struct NcclRank {
   cudaStream_t stream = nullptr;
   nccl::Patience patience{20, {}};
 };
+
+// Waits for the stream; false when it has not ended after a while, for which a peer that has failed is
+// enough.
+inline bool ends(cudaStream_t stream, double timeout_s = 30) {
+  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
+  while (cudaStreamQuery(stream) == cudaErrorNotReady) {
+    if (std::chrono::steady_clock::now() > until) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return cudaStreamSynchronize(stream) == cudaSuccess;
+}
 
 inline nccl::UniqueId new_id() {
   nccl::UniqueId id{};

@@ -1,131 +1,14 @@
 // Every algorithm of the catalog over the loopback NCCL, compared bit for bit with the CPU's kernels; tiny
 // slices, so that many tiles are under way on few numbers. Ranks are threads, each on a device of its own.
-#include "engine/cuda/nccl_rounds.h"
-
 #include <gtest/gtest.h>
 
-#include "cuda/nccl_inputs.h"
-#include "cuda/nccl_ranks.h"
+#include "cuda/nccl_worker.h"
 
 namespace pycomm {
 namespace {
 
 using cuda::RoundPlan;
 using cuda::RoundsCall;
-
-struct Case {
-  const Algorithm* algorithm = nullptr;
-  int root = 0;
-  DType dtype = DType::kFloat32;
-  ReduceOp op = ReduceOp::kSum;
-  std::vector<uint64_t> counts = {};  // of each rank's part, or one: the whole vector
-  bool in_place = false;
-  bool deterministic = false;
-  bool exact = true;
-  size_t slice_bytes = 64;
-  size_t off = 0;  // misalignment of the tensors modulo 16
-  std::optional<DType> wire = {};
-
-  std::string text(int n) const {
-    uint64_t count = 0;
-    for (const uint64_t c : counts) count += c;
-    return format("%s/%s of %d ranks, root %d, %s %s, %d elements%s%s, misaligned by %zu%s",
-                  collective_name(algorithm->collective), algorithm->name, n, root, dtype_name(dtype),
-                  reduce_op_name(op), static_cast<int>(count), in_place ? ", in place" : "",
-                  deterministic ? ", deterministic" : "", off, wire ? ", on the wire " : "");
-  }
-};
-
-// What a rank keeps over many cases.
-struct Worker {
-  NcclRank& me;
-  std::unique_ptr<cuda::DeviceStreams> streams;
-  DeviceArena arena{3 << 20};
-  std::mt19937_64 rng{5};  // the same on all ranks: so are the inputs
-
-  explicit Worker(NcclRank& rank) : me(rank) {}
-  Status run(const Case& c);
-  Status compare(const Case& c, const Numbers& x, const void* in, const void* out);
-};
-
-Status wrong(const Case& c, int n, const std::string& what) {
-  return Status::error(Code::kSystem, c.text(n) + ": " + what);
-}
-
-// With a type on the wire the result is that of the casted inputs, cast back.
-Numbers on_the_wire(const Numbers& x, const Case& c) {
-  Numbers y = x;
-  std::vector<Bytes> codes;
-  for (const Bytes& in : x.in) {
-    codes.emplace_back(in.size() / 4 * dtype_size(*c.wire));
-    cast(*c.wire, codes.back().data(), DType::kFloat32, in.data(), in.size() / 4, 1.0f);
-  }
-  const Bytes sum = reduced(*c.wire, c.op, codes);
-  for (Bytes& out : y.out) {
-    if (!out.empty()) cast(DType::kFloat32, out.data(), *c.wire, sum.data(), out.size() / 4, 1.0f);
-  }
-  return y;
-}
-
-Status Worker::run(const Case& c) {
-  if (streams == nullptr) PYCOMM_RETURN_IF_ERROR(cuda::DeviceStreams::make(me.rank, &streams));
-  const bool parts = has_parts(c.algorithm->collective);
-  Numbers x = make_numbers(c.algorithm->collective, me.n, c.root, c.dtype, c.op, c.exact, c.counts, rng);
-  if (c.wire.has_value()) x = on_the_wire(x, c);
-  const auto r = static_cast<size_t>(me.rank);
-  RoundPlan plan;
-  PYCOMM_RETURN_IF_ERROR(make_round_plan(*c.algorithm, me.rank, me.n, c.root, 0, c.in_place, &plan));
-  RoundsCall call;
-  call.plan = &plan;
-  for (const uint64_t k : c.counts) call.count += k;
-  if (parts) call.counts = c.counts;
-  call.dtype = c.dtype;
-  call.op = c.op;
-  call.scalar = factor(me.rank);
-  call.deterministic = c.deterministic;
-  call.wire = c.wire;
-
-  std::byte* in = nullptr;
-  std::byte* out = nullptr;
-  if (c.in_place) {  // one vector, of which both are parts
-    const size_t own = [&] {
-      uint64_t at = 0;
-      for (size_t q = 0; q < r && parts; q++) at += c.counts[q];
-      return at * dtype_size(c.dtype);
-    }();
-    const bool in_is_part = x.in[r].size() < x.out[r].size();
-    const size_t n_bytes = std::max(x.in[r].size(), x.out[r].size());
-    auto* base = static_cast<std::byte*>(arena.place(Bytes(n_bytes, 0xab), c.off));
-    in = base + (in_is_part && parts ? own : 0);
-    out = base + (!in_is_part && parts && x.in[r].size() > x.out[r].size() ? own : 0);
-    if (!x.in[r].empty() &&
-        cudaMemcpy(in, x.in[r].data(), x.in[r].size(), cudaMemcpyHostToDevice) != cudaSuccess) {
-      return wrong(c, me.n, "cudaMemcpy");
-    }
-  } else {
-    in = static_cast<std::byte*>(arena.place(x.in[r], c.off));
-    out = static_cast<std::byte*>(arena.place(x.out[r].size(), c.off));
-  }
-  call.in = in;
-  call.out = out;
-  cuda::NcclRounds rounds(me.comm, *streams, c.slice_bytes);
-  size_t n_scratch = 0;
-  PYCOMM_RETURN_IF_ERROR(rounds.scratch_bytes(call, &n_scratch));
-  void* const scratch = arena.place(n_scratch, 0);
-  PYCOMM_RETURN_IF_ERROR(rounds.run(call, scratch, me.patience));
-  if (cudaStreamSynchronize(streams->comm()) != cudaSuccess) return wrong(c, me.n, "synchronize");
-  return compare(c, x, in, out);
-}
-
-Status Worker::compare(const Case& c, const Numbers& x, const void* in, const void* out) {
-  const auto r = static_cast<size_t>(me.rank);
-  const auto got = same(c.dtype, arena.read(out, x.out[r].size()), x.out[r]);
-  if (!got) return wrong(c, me.n, got.message());
-  if (!c.in_place && arena.read(in, x.in[r].size()) != x.in[r])
-    return wrong(c, me.n, "the input was written");
-  const auto clean = arena.finish();
-  return clean ? Status() : wrong(c, me.n, clean.message());
-}
 
 // Elements of the parts, or of the vector: uneven, some empty, more than fit the window of tiles.
 std::vector<uint64_t> counts_for(const Algorithm& a, int n, uint64_t size) {
@@ -195,7 +78,7 @@ TEST_P(EveryAlgorithm, ComputesWhatTheCpuComputes) {
           i++;
         }
       }
-      return Status();
+      return worker.result();
     });
   }
 }
@@ -223,7 +106,7 @@ TEST_P(EveryReduction, IsDeterministicWhereItSaysSo) {
           (void)worker.arena.finish();
         }
       }
-      return Status();
+      return worker.result();
     });
   }
 }
@@ -241,7 +124,7 @@ TEST_P(EveryReductionOfVectors, CarriesSmallFloatsOnTheWire) {
         c.wire = t;
         PYCOMM_RETURN_IF_ERROR(worker.run(c));
       }
-      return Status();
+      return worker.result();
     });
   }
 }
@@ -266,7 +149,7 @@ TEST(NcclRounds, EveryDtypeAndOperation) {
           }
         }
       }
-      return Status();
+      return worker.result();
     });
   }
 }
@@ -281,7 +164,7 @@ TEST(NcclRounds, LargeVectorsInLargeSlices) {
       c.slice_bytes = 32 << 10;
       PYCOMM_RETURN_IF_ERROR(worker.run(c));
     }
-    return Status();
+    return worker.result();
   });
 }
 #endif

@@ -77,8 +77,7 @@ class Operation {
   Reduction reduction(const Call& call);
   void plan(const Call& call);
   void plan_reduction(const Call& call);
-  void finish_reduction(const Call& call, const std::vector<std::vector<char>>& theirs, const void* mine,
-                        void* to);
+  void finish_reduction(const Call& call, const Reduction& r, const std::vector<std::vector<char>>& all);
   bool move(Queue& q);
   bool move_bytes(Queue& q, Transfer& t);
   void progress();
@@ -141,44 +140,42 @@ Reduction Operation::reduction(const Call& call) {
   return {nccl::kSum, true, made.at != nullptr ? read_scalar(made.at, made.type) : made.factor};
 }
 
-void Operation::finish_reduction(const Call& call, const std::vector<std::vector<char>>& theirs,
-                                 const void* mine, void* to) {
-  const Reduction r = reduction(call);
-  const int n = core_->n_ranks;
-  std::vector<char> acc(call.count * nccl::type_size(call.type));
-  for (int q = 0; q < n; q++) {
-    const void* x = q == core_->rank ? mine : theirs[static_cast<size_t>(q)].data();
-    if (q == 0) {
-      begin(acc.data(), x, call.count, call.type, r, n);
-    } else {
-      loopback::add(acc.data(), x, call.count, call.type, r, n);
-    }
-  }
-  finish(acc.data(), call.count, call.type, r, n);
-  if (!acc.empty()) std::memcpy(to, acc.data(), acc.size());
+// Ranks are added in their order, on all of them alike.
+void Operation::finish_reduction(const Call& call, const Reduction& r,
+                                 const std::vector<std::vector<char>>& all) {
+  std::vector<char> acc = all[0];
+  for (size_t q = 1; q < all.size(); q++) loopback::add(acc.data(), all[q].data(), call.count, call.type, r);
+  finish(acc.data(), call.count, call.type, r, core_->n_ranks);
+  if (!acc.empty()) std::memcpy(call.dst, acc.data(), acc.size());
 }
 
-// all_reduce, reduce_scatter, reduce: everybody gets what it needs of everybody, and adds it itself.
+// all_reduce, reduce_scatter, reduce: everybody multiplies its own, gets what it needs of everybody, adds it
+// itself.
 void Operation::plan_reduction(const Call& call) {
   const int n = core_->n_ranks, me = core_->rank;
   const size_t n_bytes = call.count * nccl::type_size(call.type);
-  const char* src = static_cast<const char*>(call.src);
   const bool scatters = call.kind == Kind::kReduceScatter;
   const bool receives = call.kind != Kind::kReduce || call.root == me;
-  auto theirs = std::make_shared<std::vector<std::vector<char>>>(static_cast<size_t>(n));
+  const Reduction r = reduction(call);
+  auto mine = std::make_shared<std::vector<char>>(scatters ? n_bytes * static_cast<size_t>(n) : n_bytes);
+  const Reduction then =
+      begin(mine->data(), call.src, mine->size() / nccl::type_size(call.type), call.type, r, n);
+  auto all = std::make_shared<std::vector<std::vector<char>>>(static_cast<size_t>(n));
   for (int q = 0; q < n; q++) {
-    if (q == me) continue;
-    if (call.kind != Kind::kReduce || call.root == q) {
-      send(call, q, scatters ? src + static_cast<size_t>(q) * n_bytes : src, n_bytes, Lane::kCollective);
+    const char* block = mine->data() + (scatters ? static_cast<size_t>(q) * n_bytes : 0);
+    if (q == me) {
+      (*all)[static_cast<size_t>(q)].assign(block, block + n_bytes);
+      continue;
     }
+    if (call.kind != Kind::kReduce || call.root == q) send(call, q, block, n_bytes, Lane::kCollective);
     if (!receives) continue;
-    auto& from = (*theirs)[static_cast<size_t>(q)];
+    auto& from = (*all)[static_cast<size_t>(q)];
     from.resize(n_bytes);
     recv(call, q, from.data(), n_bytes, Lane::kCollective);
   }
-  if (!receives) return;
-  const char* mine = scatters ? src + static_cast<size_t>(me) * n_bytes : src;
-  endings_.push_back([this, call, theirs, mine] { finish_reduction(call, *theirs, mine, call.dst); });
+  endings_.push_back([this, call, then, all, mine, receives] {  // and keeps `mine` until then
+    if (receives) finish_reduction(call, then, *all);
+  });
 }
 
 void Operation::plan(const Call& call) {

@@ -107,17 +107,22 @@ double read_scalar(const void* p, nccl::DataType type) {
   return out;
 }
 
-void begin(void* dst, const void* src, size_t count, nccl::DataType type, const Reduction& r, int n_ranks) {
+Reduction begin(void* dst, const void* src, size_t count, nccl::DataType type, const Reduction& r,
+                int n_ranks) {
+  Reduction then{r.op};
   with_type(type, [&](auto zero, DType small) {
-    store(dst, prepared<decltype(zero)>(src, count, small, r, n_ranks), small);
+    using T = decltype(zero);
+    store(dst, prepared<T>(src, count, small, r, n_ranks), small);
+    if (r.op == nccl::kAvg && std::is_floating_point_v<T>) then.op = nccl::kSum;
   });
+  return then;
 }
 
-void add(void* acc, const void* x, size_t count, nccl::DataType type, const Reduction& r, int n_ranks) {
+void add(void* acc, const void* x, size_t count, nccl::DataType type, const Reduction& r) {
   with_type(type, [&](auto zero, DType small) {
     using T = decltype(zero);
     std::vector<T> a = load<T>(acc, count, small);
-    const std::vector<T> b = prepared<T>(x, count, small, r, n_ranks);
+    const std::vector<T> b = load<T>(x, count, small);
     for (size_t i = 0; i < count; i++) a[i] = combine(r.op, a[i], b[i]);
     store(acc, a, small);
   });

@@ -21,10 +21,11 @@ struct Reduction {
 };
 
 double read_scalar(const void* p, nccl::DataType type);
-// dst = src, times the factor where there is one (avg of floats has 1/n).
-void begin(void* dst, const void* src, size_t count, nccl::DataType type, const Reduction& r, int n_ranks);
-// acc = acc (op) (x times the factor).
-void add(void* acc, const void* x, size_t count, nccl::DataType type, const Reduction& r, int n_ranks);
+// dst = src, times the factor where there is one (avg of floats has 1/n); gives the reduction that is left.
+Reduction begin(void* dst, const void* src, size_t count, nccl::DataType type, const Reduction& r,
+                int n_ranks);
+// acc = acc (op) x.
+void add(void* acc, const void* x, size_t count, nccl::DataType type, const Reduction& r);
 // avg of integers divides here.
 void finish(void* acc, size_t count, nccl::DataType type, const Reduction& r, int n_ranks);
 
