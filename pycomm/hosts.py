@@ -27,6 +27,7 @@ from pycomm.errors import CommError, CommTimeoutError
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_MEASURED_SOCKETS = 4
+HEARTBEAT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,18 @@ def given_sockets() -> int | None:
     return int(text)
 
 
+def _heartbeat_s() -> float:
+    """For how long a host may answer nothing, before it is taken for gone."""
+    text = os.environ.get("PYCOMM_HEARTBEAT_TIMEOUT", "") or str(HEARTBEAT_TIMEOUT_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= 86400:
+        raise ValueError(f"PYCOMM_HEARTBEAT_TIMEOUT must be seconds from 1 to 86400, got {text!r}")
+    return seconds
+
+
 def _master(store: Any) -> str:
     """An address of rank 0's host that the others know; "" when there is none."""
     while hasattr(store, "underlying_store"):
@@ -229,7 +242,7 @@ def _tell(
     made = secrets.token_hex(32) if rank == 0 else ""
     made = exchange(store, f"{key}/secret", rank, size, made, timeout)[0]
     try:
-        net = _net(key, rank, size, _master(store), made)
+        net = _net(key, rank, size, _master(store), made, names[rank].split()[0])
         mine = [net.address, f"rank {rank} (host {names[rank].split()[0]}, pid {os.getpid()})", ""]
     except (ValueError, CommError) as error:
         exchange(store, f"{key}/net", rank, size, json.dumps(["", "", str(error)]), timeout)
@@ -244,7 +257,7 @@ def _tell(
     return Hosts(host_of, told[host_of.index(host_of[rank])][3], net, store, key)
 
 
-def _net(key: str, rank: int, size: int, master: str, secret: str) -> _C.Net:
+def _net(key: str, rank: int, size: int, master: str, secret: str, host: str) -> _C.Net:
     from pycomm import __version__  # the package is being imported when this module is
 
     encrypt, n_sockets = _flag("PYCOMM_ENCRYPT"), given_sockets()
@@ -261,6 +274,7 @@ def _net(key: str, rank: int, size: int, master: str, secret: str) -> _C.Net:
         os.environ.get("PYCOMM_SECRET_FILE", ""),
         key,
         f"pycomm {__version__}, {n_sockets or 'auto'} sockets, encryption {'on' if encrypt else 'off'}",
-        socket.gethostname(),
+        host,
         CONNECT_TIMEOUT_S,
+        _heartbeat_s(),
     )

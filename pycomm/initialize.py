@@ -11,6 +11,9 @@ from pycomm.communicator import Communicator
 from pycomm.errors import CommError
 from pycomm.hosts import Hosts
 
+RENDEZVOUS_TIMEOUT_S = 300.0
+CALL_TIMEOUT_S = 600.0
+
 
 def _forced_algorithms() -> dict[str, str]:
     """``PYCOMM_ALGORITHM``: "ring" (for all_reduce) or "all_reduce=ring,broadcast=chain"."""
@@ -25,11 +28,13 @@ def _forced_algorithms() -> dict[str, str]:
     return forced
 
 
-def _join_hosts(place: rendezvous.Place, hosts: Hosts, timeout: float) -> _C.Communicator:
+def _join_hosts(
+    place: rendezvous.Place, hosts: Hosts, timeout: float, call_timeout: float
+) -> _C.Communicator:
     local_rank, local_size = hosts.local(place.rank)
     try:
         core = _C.Communicator.join_hosts(
-            place.folder, local_rank, local_size, timeout, timeout, hosts.net, hosts.host_of
+            place.folder, local_rank, local_size, timeout, call_timeout, hosts.net, hosts.host_of
         )
     except CommError as error:
         hosts.all_joined(place.rank, str(error), timeout)
@@ -44,14 +49,15 @@ def init(
     group: Any = None,
     rank: int | None = None,
     size: int | None = None,
-    timeout: float = 300.0,
+    timeout: float | None = None,
 ) -> Communicator:
     """Joins the other ranks of this job, on this machine and others; every rank calls it.
 
     Args:
         store: a torch.distributed Store, with ``rank`` and ``size``.
         group: a torch.distributed process group of any backend, whose ranks these become.
-        timeout: seconds to wait for the others here, and the default of every call.
+        timeout: seconds to wait for the others here, and the default of every call. None: 300 here, and 600
+            for calls.
         With none of these, the environment says who this is: RANK and WORLD_SIZE (torchrun's), Open MPI's or
         Slurm's variables; or else this process is alone (one rank). ``PYCOMM_RENDEZVOUS`` or
         ``PYCOMM_RUN_DIR`` says where the ranks meet, or else the launcher does.
@@ -68,7 +74,11 @@ def init(
         >>> pycomm.init().size
         1
     """
-    timeout = arguments.seconds("init: timeout", timeout)
+    if timeout is None:
+        timeout, call_timeout = RENDEZVOUS_TIMEOUT_S, CALL_TIMEOUT_S
+    else:
+        timeout = call_timeout = arguments.seconds("init: timeout", timeout)
+    _C.set_log_level(os.environ.get("PYCOMM_LOG_LEVEL", ""))
     forced = _forced_algorithms()
     deterministic = os.environ.get("PYCOMM_DETERMINISTIC", "0")
     if deterministic not in ("", "0", "1"):
@@ -76,9 +86,9 @@ def init(
     place = rendezvous.find(store, group, rank, size, timeout)
     with place.entered():
         if place.hosts is None:
-            core = _C.Communicator.join(place.folder, place.rank, place.size, timeout, timeout)
+            core = _C.Communicator.join(place.folder, place.rank, place.size, timeout, call_timeout)
         else:
-            core = _join_hosts(place, place.hosts, timeout)
+            core = _join_hosts(place, place.hosts, timeout, call_timeout)
     core.deterministic = deterministic == "1"
     for collective, name in forced.items():
         core.force_algorithm(KINDS[collective], name)

@@ -1,5 +1,6 @@
 #include "base/log.h"
 
+#include <poll.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -37,7 +38,9 @@ void log_line(LogLevel level, const std::string& sentence) {
     if (static_cast<unsigned char>(c) < 32 || c == 127) c = '?';
   }
   line += '\n';
-  // A full or closed standard error is nobody's reason to fail.
+  // A standard error that is closed, or that nobody reads, is no reason to fail or to wait.
+  pollfd ready{STDERR_FILENO, POLLOUT, 0};
+  if (::poll(&ready, 1, 0) <= 0 || (ready.revents & POLLOUT) == 0) return;
   const ssize_t ignored = ::write(STDERR_FILENO, line.data(), line.size());
   static_cast<void>(ignored);
 }

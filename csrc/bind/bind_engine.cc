@@ -9,6 +9,7 @@
 #include <cstring>
 #include <optional>
 
+#include "base/log.h"
 #include "bind/bind.h"
 #include "bind/fast_calls.h"
 #include "bind/hooks.h"
@@ -172,8 +173,8 @@ std::shared_ptr<Net> make_net(int rank, int size, const std::string& interfaces,
                               const std::string& ports, int n_lanes, bool encrypt,
                               const std::string& zero_copy, const py::bytes& secret,
                               const std::string& secret_file, const std::string& job,
-                              const std::string& settings, const std::string& host,
-                              double connect_timeout_s) {
+                              const std::string& settings, const std::string& host, double connect_timeout_s,
+                              double heartbeat_s) {
   NetOptions o;
   o.rank = rank;
   o.size = size;
@@ -186,6 +187,7 @@ std::shared_ptr<Net> make_net(int rank, int size, const std::string& interfaces,
   o.settings_text = settings;
   o.host = host;
   o.connect_timeout_s = connect_timeout_s;
+  o.heartbeat_s = heartbeat_s;
   Address peer;
   std::vector<Address> found;
   if (!towards.empty()) {
@@ -229,6 +231,7 @@ std::unique_ptr<PyCommunicator> join_hosts(const std::string& folder, int local_
   Communicator::Across across;
   across.rank = net->rank();
   for (int q = 0; q < net->size(); q++) across.job_ranks.push_back(q);
+  net->set_hosts(host_of);
   across.net = std::move(net);
   across.host_of = std::move(host_of);
   across.id = 2;
@@ -327,6 +330,11 @@ void bind_engine(py::module_& m) {
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
   });
   m.def("usable_cores", &usable_cores);
+  m.def("set_log_level", [](const std::string& text) {
+    LogLevel level = LogLevel::kWarning;
+    throw_if_error(parse_log_level(text, &level));
+    set_log_level(level);
+  });
   py::class_<Completions, std::shared_ptr<Completions>>(m, "Completions")
       .def(py::init<>())
       .def("stop", &Completions::stop)

@@ -64,6 +64,19 @@ struct alignas(128) ShrinkArea {
   std::atomic<uint64_t> values[2][kShrinkWords];
 };
 
+// What a rank is in, for peers and `pycomm ps` to read at any time, also when it hangs or is stopped: stores
+// and loads are relaxed, each word is right by itself. Ranks are the communicator's.
+struct alignas(128) Shown {
+  static constexpr uint64_t kInside = uint64_t{1} << 63;  // of `call`: it has not returned yet
+  static constexpr uint64_t kSends = uint64_t{1} << 62;   // of `transfer`: a send, else a recv
+  static constexpr uint32_t kAnybody = UINT32_MAX;
+  std::atomic<uint64_t> call;            // kInside, kind << 32, number; the latest, 0 before the first
+  std::atomic<uint64_t> waits_for;       // 0: for nobody, else kInside | rank
+  std::atomic<uint64_t> waits_since_ns;  // CLOCK_MONOTONIC
+  std::atomic<uint64_t> transfer;        // 0: waits for none, else kInside | kSends | rank
+  std::atomic<uint64_t> transfer_since_ns;
+};
+
 struct Control {
   Flag sleepers;  // how many peers sleep on a flag of ours
   Flag progress;
@@ -75,6 +88,7 @@ struct Control {
   Flag departed;  // how many peers will never look at this block again
   Flag note;      // what the program of this rank says that it is doing; the engine does not look at it
   ShrinkArea shrink;
+  Shown shown;
   alignas(4096) Slot slots[kSlots];
 };
 static_assert(offsetof(Control, slots) == 4096);

@@ -48,6 +48,7 @@ class Engine {
   // How a refusal's text begins: it is why this rank's own call was invalid, or a whole message.
   static constexpr char kOwnRefusal = 'o', kPassedOn = 'p';
 
+  void begin_call(CallKind kind);
   Status conclude(Run& run, Status s);
   Status post_refusal(const std::string& text, CallerHooks* hooks, double timeout_s);
   Status run_collective(Run& run);

@@ -39,6 +39,14 @@ void Far::greet(int q) {
   }
 }
 
+std::string Far::ask(int q) {
+  const auto lock = net_->lock();
+  const int peer = job_ranks_[static_cast<size_t>(q)];
+  const uint64_t group = id_ & ~uint64_t{1};  // the collectives' (engine/remote.h), which answers
+  net_->ask(peer, group, 0);
+  return net_->state(peer, group);
+}
+
 void Far::send(Message message, DType dtype, const std::byte* data, size_t n_bytes) {
   const auto net_lock = net_->lock();
   const int peer = job_ranks_[static_cast<size_t>(message.peer)];

@@ -39,6 +39,8 @@ class Far final : public Sink {
   void greet(int q);
   void send(Message message, DType dtype, const std::byte* data, size_t n_bytes);
   const std::string& name(int q) const { return net_->name(job_ranks_[static_cast<size_t>(q)]); }
+  // What the rank does: asks, and tells what is known by now. Without PointToPoint's mutex.
+  std::string ask(int q);
 
   // ---- with PointToPoint's mutex ----
   // Why nothing can go to or come from this rank any more; null: it can.

@@ -141,34 +141,15 @@ Status Group::trouble(int peer, const std::string& here, const std::string& prog
                                                last_call(peer).c_str(), progress.c_str()));
 }
 
-std::string Group::describe(int q) const {
-  const int r = node_rank(q);
-  std::string s = format("rank %d", name(q));
-  if (node_->pid(r) > 0)
-    s += format(" (host %s, pid %lld, %s)", node_->host().c_str(), static_cast<long long>(node_->pid(r)),
-                node_->process_state(r));
-  return s;
-}
-
-std::string Group::last_call(int q) const {
-  const Control& c = control(q);
-  const Head* latest = &c.slots[0].head;
-  uint32_t at = static_cast<uint32_t>(latest->word.load(std::memory_order_acquire) >> 32);
-  for (const Slot& s : c.slots) {
-    const auto p = static_cast<uint32_t>(s.head.word.load(std::memory_order_acquire) >> 32);
-    if (reached(p, at)) {
-      at = p;
-      latest = &s.head;
-    }
-  }
-  if (at == 0) return "no collective yet";
-  return Signature::unpack(latest->signature, latest->count, latest->extra).text() +
-         format(" #%u", latest->call);
-}
-
 void Waiting::before_block() {
   if (hooks_ != nullptr) hooks_->before_block();
   started_s_ = monotonic_s();
+  late_.restart();
+}
+
+void Waiting::show_end() {
+  shown_ = false;
+  group_.show_no_wait();
 }
 
 std::string Waiting::here() const {
@@ -188,13 +169,20 @@ Status Waiting::check(int peer) {
   if (hooks_ != nullptr) PYCOMM_RETURN_IF_ERROR(hooks_->poll());
   PYCOMM_RETURN_IF_ERROR(group_.trouble(peer, here(), progress_text()));
   const double waited = monotonic_s() - started_s_;
+  group_.show_wait(peer < 0 ? -1 : group_.name(peer), started_s_);
+  shown_ = true;
+  const uint32_t number = group_.own_number();
   if (waited > timeout_s_) {
-    return Status::error(
-        Code::kTimeout,
-        format("%s: waited %.1f s for %s; its last collective was %s (timeout %.1f s; is it slow, "
-               "stopped, or did it skip this call?)%s",
-               here().c_str(), waited, peer < 0 ? "any rank" : group_.describe(peer).c_str(),
-               peer < 0 ? "unknown" : group_.last_call(peer).c_str(), timeout_s_, progress_text().c_str()));
+    const std::string who =
+        peer < 0 ? "any rank"
+                 : format("%s, which %s; its last collective was %s", group_.describe(peer).c_str(),
+                          group_.where(peer, number).c_str(), group_.last_call(peer).c_str());
+    return Status::error(Code::kTimeout, format("%s: waited %.1f s for %s (timeout %.1f s)%s", here().c_str(),
+                                                waited, who.c_str(), timeout_s_, progress_text().c_str()));
+  }
+  if (late_.due(waited)) {
+    group_.say_late(waited, group_.own_call(),
+                    peer < 0 ? "any rank" : group_.who(peer) + ", which " + group_.state(peer, number));
   }
   return Status();
 }

@@ -75,6 +75,35 @@ class Group {
   // `progress` is added where this rank saw it first.
   Status trouble(int peer, const std::string& here, const std::string& progress) const;
 
+  // ---- what a rank is in (Shown), and what is said of it ----
+  void enter(CallKind kind, uint32_t number) {
+    own().shown.call.store(Shown::kInside | static_cast<uint64_t>(kind) << 32 | number,
+                           std::memory_order_relaxed);
+  }
+  void exit() {
+    auto& call = own().shown.call;
+    call.store(call.load(std::memory_order_relaxed) & ~Shown::kInside, std::memory_order_relaxed);
+  }
+  bool across_hosts() const { return !names_.empty(); }
+  // `name`: the rank in the communicator; -1: anybody.
+  void show_wait(int name, double since_s);
+  void show_no_wait() { own().shown.waits_for.store(0, std::memory_order_relaxed); }
+  void show_transfer(bool is_send, int name, double since_s);
+  void show_no_transfer() { own().shown.transfer.store(0, std::memory_order_relaxed); }
+  std::string own_call() const;  // "all_reduce #12"
+  uint32_t own_number() const {
+    return static_cast<uint32_t>(own().shown.call.load(std::memory_order_relaxed));
+  }
+  // "is stopped (SIGSTOP)", "is sleeping and has not entered this call (its last: broadcast #11)"; `number`:
+  // of the call in which it is waited for, 0: none.
+  std::string state(int q, uint32_t number) const;
+  // The same without the process and its last call.
+  std::string where(int q, uint32_t number) const;
+  // Says once that this rank has waited so long; `who` with what is known of it.
+  void say_late(double waited_s, const std::string& here, const std::string& who) const;
+
+  // "rank 3 (host b, pid 811)"
+  std::string who(int q) const;
   // "rank 3 (host b, pid 811, sleeping)"
   std::string describe(int q) const;
   // What q entered last: "all_reduce/ring(…) #1042".
@@ -99,6 +128,23 @@ class Group {
   std::atomic<bool> failed_{false};
   mutable std::mutex failure_mutex_;
   Status failure_;
+};
+
+// When a person is told of one wait: after 5 s, 10 s, 20 s …
+class Late {
+ public:
+  static constexpr double kFirstS = 5;
+  static constexpr double kAskS = 3.8;  // on another host: an answer shall be there by then
+  bool due(double waited_s) {
+    if (waited_s < next_s_) return false;
+    while (next_s_ <= waited_s) next_s_ *= 2;
+    return true;
+  }
+  void restart() { next_s_ = kFirstS; }
+  bool said() const { return next_s_ > kFirstS; }
+
+ private:
+  double next_s_ = kFirstS;
 };
 
 // A call that may have to wait: the deadline of each wait, and all that ends one early.
@@ -126,10 +172,14 @@ class Waiting final : public WaitClient {
   // Waits until `word` of `peer` fulfils `ready`.
   template <class Ready>
   Status until(const std::atomic<uint64_t>& word, Half half, int peer, Ready ready) {
-    return wait(word, half, group_.control(peer).sleepers, ready, group_.policy(), *this, peer);
+    Status s = wait(word, half, group_.control(peer).sleepers, ready, group_.policy(), *this, peer);
+    if (shown_) [[unlikely]]
+      show_end();
+    return s;
   }
 
  private:
+  void show_end();
   std::string progress_text() const;  // "; round 5 of 14, 49152 of 65536 bytes done"
 
   Group& group_;
@@ -139,6 +189,8 @@ class Waiting final : public WaitClient {
   const char* algorithm_;  // null: none
   uint32_t call_;
   double started_s_ = 0;
+  bool shown_ = false;
+  Late late_;
 };
 
 double monotonic_s();

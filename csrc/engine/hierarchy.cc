@@ -61,6 +61,7 @@ Status Hierarchy::run(const Call& call, CallerHooks* hooks, double timeout_s) {
   op_ = call.sig.op == ReduceOp::kPremulSum || call.sig.op == ReduceOp::kAvg ? ReduceOp::kSum : call.sig.op;
   number_++;
   n_runs_ = n_inside_ = 0;
+  group_.enter(call.sig.kind, number_);
   {
     const auto lock = remote_->net().lock();
     remote_->begin(number_, call.sig);
@@ -91,6 +92,7 @@ Status Hierarchy::dispatch() {
 // Ends the call on this rank. A refusal that came from another host is passed on to the ranks of this one;
 // any other failure ends the communicator, here and there.
 Status Hierarchy::settle(Status s, bool told_here) {
+  group_.exit();
   {
     const auto lock = remote_->net().lock();
     remote_->end(s.ok());

@@ -78,6 +78,11 @@ std::string PointToPoint::describe(int peer) const {
   return local < 0 ? far_->name(peer) : group_.describe(local);
 }
 
+std::string PointToPoint::who(int peer) const {
+  const int local = local_of_[static_cast<size_t>(peer)];
+  return local < 0 ? far_->name(peer) : group_.who(local);
+}
+
 // Why it is no use to wait for this rank (-1: any).
 Status PointToPoint::hopeless(int peer, const std::string& here) const {
   if (far_ == nullptr) return group_.trouble(peer, here, "");

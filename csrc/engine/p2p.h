@@ -15,6 +15,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -79,10 +80,18 @@ class PointToPoint {
   void no_memory();
   Status hopeless(int peer, const std::string& here) const;
   std::string describe(int peer) const;
+  std::string who(int peer) const;  // without its state
   bool progress();
   bool push(int to);
   bool pull(int from);
   void complete(const Arrival& a);
+  // What a caller waits for.
+  struct Awaited {
+    bool is_send = false, found = false;
+    int peer = -1, tag = 0;
+    double deadline_s = 0;
+  };
+  Awaited awaited(const Work& work) const;
   Status find_hopeless() const;
   void expire();
   void fail_all(const Status& status);
@@ -108,7 +117,8 @@ class PointToPoint {
   bool stop_ = false;
   bool ended_ = false;  // all transfers were failed, and no cell is touched any more
   std::thread thread_;
-  std::unique_ptr<Far> far_;  // null: all ranks are on this host
+  std::map<int, std::string> known_;  // what ranks of other hosts do, in words: of those that are waited for
+  std::unique_ptr<Far> far_;          // null: all ranks are on this host
 };
 
 }  // namespace pycomm

@@ -204,7 +204,7 @@ Status Engine::run(const Call& call, CallerHooks* hooks, double timeout_s) {
   const Plan* plan = nullptr;
   const bool planned = call.sig.kind != CallKind::kAllToAll && call.sig.kind != CallKind::kBarrier;
   if (planned) PYCOMM_RETURN_IF_ERROR(plan_for(call, call.sig.algorithm, PlanMode::kTiled, &plan));
-  call_++;
+  begin_call(call.sig.kind);
   Run run(call, group_, hooks, timeout_s, call_, planned ? plan->n_parts : 1);
   run.plan = plan;
   Status s = planned                               ? run_collective(run)
@@ -217,12 +217,19 @@ Status Engine::agree(const Signature& sig, CallerHooks* hooks, double timeout_s)
   if (group_.failed()) return group_.failure();
   Call call;
   call.sig = sig;
-  call_++;
+  begin_call(sig.kind);
   Run run(call, group_, hooks, timeout_s, call_, 1);
   return conclude(run, run_barrier(run));
 }
 
+// Of a communicator of several hosts, Hierarchy says what its ranks are in.
+void Engine::begin_call(CallKind kind) {
+  call_++;
+  if (!group_.across_hosts()) group_.enter(kind, call_);
+}
+
 Status Engine::conclude(Run& run, Status s) {
+  if (!group_.across_hosts()) group_.exit();
   if (s.ok()) {
     base_ += run.last_position + 1;
     return s;
@@ -262,7 +269,7 @@ Status Engine::post_refusal(const std::string& text, CallerHooks* hooks, double 
   if (group_.failed()) return group_.failure();
   Call call;
   call.sig.kind = CallKind::kRefused;
-  call_++;
+  begin_call(CallKind::kRefused);
   Run run(call, group_, hooks, timeout_s, call_, 1);
   Status s = free_slot(run, 0);
   if (!s.ok()) {
@@ -276,6 +283,7 @@ Status Engine::post_refusal(const std::string& text, CallerHooks* hooks, double 
   to[n] = 0;
   post_head(run, 0);
   base_ += kRefusedPositions;
+  if (!group_.across_hosts()) group_.exit();
   return Status();
 }
 

@@ -93,6 +93,7 @@ class Remote final : public Sink {
   void lost(int peer, const Status& why) override;
   void left(int peer, const std::string& why) override;
   void tick() override;
+  std::string state(int peer, uint32_t call) override;
 
  private:
   struct Expected {
@@ -109,6 +110,7 @@ class Remote final : public Sink {
     std::function<void()> then;
   };
   class Waiting;
+  std::string described(int q) const;  // with what is known of what it does
 
   int rank_of(int peer) const;
   MessageHeader header(RemoteKind kind) const;

@@ -43,6 +43,19 @@ void Remote::tick() {
   probe();
 }
 
+// Of a rank of this host, for one on another that waits for it.
+std::string Remote::state(int peer, uint32_t call) {
+  const int q = rank_of(peer);
+  for (int i = 0; q >= 0 && i < group_.size(); i++) {
+    if (group_.name(i) == q) return group_.state(i, call);
+  }
+  return "";
+}
+
+std::string Remote::described(int q) const {
+  return name(q) + net_->state(job_ranks_[static_cast<size_t>(q)], id_);
+}
+
 bool Remote::needs(int q) const {
   return blocked_.contains(q) ||
          std::any_of(expected_.begin(), expected_.end(), [q](const auto& e) { return e.first.from == q; }) ||
@@ -88,22 +101,43 @@ class Remote::Waiting final : public WaitClient {
   Status check(int) override {
     if (hooks_ != nullptr) PYCOMM_RETURN_IF_ERROR(hooks_->poll());
     PYCOMM_RETURN_IF_ERROR(remote_.group_.failed_peer(here_));
-    const auto lock = remote_.net_->lock();
-    const double since_s = std::max(started_s_, remote_.moved_at_s_);
-    const double grace_s = remote_.all_needed_entered() ? 3 * kGraceS : kGraceS;
-    if (monotonic_s() < since_s + timeout_s_ + grace_s) return Status();
-    const int q = remote_.awaited();
-    return Status::error(Code::kTimeout,
-                         format("%s: waited %.1f s for %s (timeout %.1f s; is it slow, stopped, or did it "
-                                "skip this call?)",
-                                here_.c_str(), monotonic_s() - since_s,
-                                q < 0 ? "what was sent to leave" : remote_.name(q).c_str(), timeout_s_));
+    std::string late;
+    Status s = look(&late);
+    if (!late.empty()) remote_.group_.say_late(waited_s_, here_, late);
+    return s;
   }
 
  private:
+  // Asks in time what the awaited rank does. `late`: who is to be named to a person now.
+  Status look(std::string* late) {
+    const auto lock = remote_.net_->lock();
+    Net& net = *remote_.net_;
+    const double since_s = std::max(started_s_, remote_.moved_at_s_);
+    if (since_s > since_s_) late_.restart();
+    since_s_ = since_s;
+    waited_s_ = monotonic_s() - since_s;
+    const int q = remote_.awaited();
+    remote_.group_.show_wait(q, since_s);
+    if (q >= 0) {
+      const int peer = remote_.job_ranks_[static_cast<size_t>(q)];
+      const bool silent = net.silent_s(peer) > Late::kFirstS;
+      if (waited_s_ > std::min(Late::kAskS, timeout_s_ / 2)) net.ask(peer, remote_.id_, remote_.call_);
+      if (late_.due(waited_s_) || (silent && !told_silent_)) *late = remote_.described(q);
+      told_silent_ = silent;
+    }
+    const double grace_s = remote_.all_needed_entered() ? 3 * kGraceS : kGraceS;
+    if (waited_s_ < timeout_s_ + grace_s) return Status();
+    return Status::error(Code::kTimeout,
+                         format("%s: waited %.1f s for %s (timeout %.1f s)", here_.c_str(), waited_s_,
+                                q < 0 ? "what was sent to leave" : remote_.described(q).c_str(), timeout_s_));
+  }
+
   Remote& remote_;
   CallerHooks* hooks_;
   double started_s_, timeout_s_;
+  double since_s_ = 0, waited_s_ = 0;
+  bool told_silent_ = false;
+  Late late_;
   const std::string& here_;
 };
 
@@ -111,14 +145,16 @@ Status Remote::wait(std::unique_lock<std::mutex>& lock, const std::function<bool
                     double timeout_s, const std::string& here) {
   Waiting waiting(*this, hooks, timeout_s, here);
   Status found;
-  PYCOMM_RETURN_IF_ERROR(net_->wait(
+  Status ended = net_->wait(
       lock,
       [&] {
         if (done()) return true;
         found = trouble();
         return !found.ok();
       },
-      waiting));
+      waiting);
+  group_.show_no_wait();
+  PYCOMM_RETURN_IF_ERROR(std::move(ended));
   return done() ? Status() : std::move(found);
 }
 

@@ -53,12 +53,12 @@ class Work {
 
  private:
   void hurry() const;
-  bool forked() const { return fork_generation_ != Node::current_fork_generation(); }
+  bool forked() const { return fork_generation_ != pycomm::fork_generation(); }
 
   std::atomic<bool> done_{false};
   std::weak_ptr<Communicator> communicator_;
   bool is_transfer_ = false;
-  const uint64_t fork_generation_ = Node::current_fork_generation();
+  const uint64_t fork_generation_ = pycomm::fork_generation();
   mutable std::mutex mutex_;
   std::condition_variable cv_;
   Status status_;

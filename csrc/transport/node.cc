@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <pthread.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -10,12 +9,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <mutex>
-#include <set>
 
 #include "transport/unix_socket.h"
 
@@ -40,35 +36,11 @@ double now_s() {
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
-std::atomic<uint64_t> fork_generation{0};
-std::mutex nodes_mutex;
-std::set<Node*>& live_nodes() {
-  static auto* nodes = new std::set<Node*>;
-  return *nodes;
-}
-
-// A child that kept our sockets open would hide our death from the peers.
-void close_in_child() {
-  fork_generation.fetch_add(1, std::memory_order_relaxed);
-  for (Node* n : live_nodes()) n->close_descriptors();
-  nodes_mutex.unlock();
-}
-
-void register_node(Node* node) {
-  static std::once_flag once;
-  std::call_once(
-      once, [] { pthread_atfork([] { nodes_mutex.lock(); }, [] { nodes_mutex.unlock(); }, close_in_child); });
-  std::lock_guard lock(nodes_mutex);
-  live_nodes().insert(node);
-}
-
 void close_fd(int* fd) {
   if (*fd >= 0) ::close(*fd);
   *fd = -1;
 }
 }  // namespace
-
-uint64_t Node::current_fork_generation() { return fork_generation.load(std::memory_order_relaxed); }
 
 Status make_run_folder(const std::string& folder) {
   if (mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST)
@@ -91,10 +63,10 @@ Status Node::join(const std::string& folder, int rank, int size, size_t first_bl
   node->host_ = host;
   node->rank_ = rank;
   node->size_ = size;
-  node->fork_generation_ = current_fork_generation();
+  node->fork_generation_ = fork_generation();
   node->peers_.resize(size);
   Status s = node->make_arena(first_block);
-  register_node(node.get());
+  watch_forks(node.get(), ForkOrder::kNode);
   if (size > 1) {
     node->peers_[rank].trouble = s.message();
     s = make_run_folder(folder);
@@ -262,17 +234,14 @@ Status Node::exchange(const std::string& folder, double timeout_s, Status (*poll
 }
 
 Node::~Node() {
-  {
-    std::lock_guard lock(nodes_mutex);
-    live_nodes().erase(this);
-  }
+  forget_forks(this);
   for (Peer& p : peers_) {
     close_fd(&p.pidfd);
     close_fd(&p.socket);
   }
 }
 
-void Node::close_descriptors() {
+void Node::close_in_child() {
   for (Peer& p : peers_) {
     close_fd(&p.pidfd);
     close_fd(&p.socket);
@@ -296,13 +265,13 @@ void Node::free_retired() {
 }
 
 std::shared_ptr<PeerArena> Node::mapping(int rank) const {
-  std::lock_guard lock(nodes_mutex);
+  std::lock_guard lock(peers_mutex_);
   return peers_[rank].arena;
 }
 
 void Node::forget(int rank) {
   if (alive(rank)) return;
-  std::lock_guard lock(nodes_mutex);
+  std::lock_guard lock(peers_mutex_);
   Peer& p = peers_[rank];
   p.forgotten = true;
   close_fd(&p.pidfd);
@@ -311,7 +280,7 @@ void Node::forget(int rank) {
 }
 
 bool Node::alive(int rank) const {
-  std::lock_guard lock(nodes_mutex);
+  std::lock_guard lock(peers_mutex_);
   const Peer& p = peers_[rank];
   if (rank == rank_) return true;
   if (p.forgotten) return false;

@@ -6,7 +6,7 @@
 // connected. A peer's death is seen through a pidfd, or where its pid is not visible here (another PID
 // namespace) through the hang-up of its socket. Set-up is n-1 short exchanges per rank.
 //
-// Forked children: pthread_atfork closes our descriptors in the child, and `forked()` is true there.
+// Forked children: our descriptors are closed there (transport/fork.h), and `forked()` is true.
 #pragma once
 
 #include <array>
@@ -18,17 +18,18 @@
 #include <vector>
 
 #include "transport/arena.h"
+#include "transport/fork.h"
 
 namespace pycomm {
 
-class Node {
+class Node final : public Forkable {
  public:
   // Blocks until all `size` ranks have joined or timeout_s has passed (the error names who is missing).
   // `poll` is called about every 100 ms (Ctrl-C). The first `first_block` bytes of every arena are allocated
   // and zero before any peer can see it.
   static Status join(const std::string& folder, int rank, int size, size_t first_block, double timeout_s,
                      Status (*poll)(), std::shared_ptr<Node>* out);
-  ~Node();
+  ~Node() override;
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -41,8 +42,7 @@ class Node {
   bool alive(int rank) const;
   // "sleeping", "stopped", "running", … from /proc, or "dead", or "unknown".
   const char* process_state(int rank) const;
-  bool forked() const { return fork_generation_ != current_fork_generation(); }
-  void close_descriptors();  // in a forked child
+  bool forked() const { return fork_generation_ != fork_generation(); }
   // Lets go of a peer that is dead: its descriptors now, its arena with the last mapping() that is held.
   void forget(int rank);
 
@@ -51,8 +51,6 @@ class Node {
   // can.
   void retire(std::array<uint64_t, 2> offsets, const std::atomic<uint64_t>& count, uint64_t until);
   void free_retired();
-
-  static uint64_t current_fork_generation();
 
  private:
   struct Peer {
@@ -70,6 +68,9 @@ class Node {
     std::string trouble;
   };
   Node() = default;
+  void lock_for_fork() override { peers_mutex_.lock(); }
+  void unlock_after_fork() override { peers_mutex_.unlock(); }
+  void close_in_child() override;
   Status make_arena(size_t first_block);
   Status trouble() const;
   Status exchange(const std::string& folder, double timeout_s, Status (*poll)());
@@ -81,6 +82,7 @@ class Node {
   uint64_t fork_generation_ = 0;
   std::string host_;
   std::shared_ptr<Arena> arena_;
+  mutable std::mutex peers_mutex_;  // of what forget() takes away
   std::vector<Peer> peers_;
   struct Retired {
     std::array<uint64_t, 2> offsets;

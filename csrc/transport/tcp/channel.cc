@@ -60,7 +60,10 @@ Status Channel::open(int fd, Session session, std::unique_ptr<Channel>* out) {
 Channel::~Channel() { ::close(fd_); }
 
 Status Channel::lost(const char* doing, int err) const {
-  const char* why = err == 0 ? "it closed the connection" : std::strerror(err);
+  const char* why = err == 0 ? "it closed the connection"
+                    : err == ETIMEDOUT
+                        ? "its host has answered nothing for longer than PYCOMM_HEARTBEAT_TIMEOUT"
+                        : std::strerror(err);
   if (err == 0 || is_loss(err)) {
     return Status::error(Code::kPeerLost,
                          format("lost %s while %s: %s%s", peer_.c_str(), doing, why, route_.c_str()));

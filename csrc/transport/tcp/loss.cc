@@ -29,8 +29,13 @@ class Net::Own final : public Sink {
   void arrived(int peer, const MessageHeader& h, std::byte* data, std::unique_ptr<std::byte[]>) override {
     const size_t n =
         h.n_bytes == 0 ? 0 : utf8_prefix({reinterpret_cast<const char*>(data), h.n_bytes}, kMaxWhy);
-    std::string why(reinterpret_cast<const char*>(data), n);
-    net_.peers_[static_cast<size_t>(peer)].left[h.count] = {h.extra, std::move(why)};
+    std::string text(reinterpret_cast<const char*>(data), n);
+    if (h.kind == static_cast<uint8_t>(NetKind::kLeft))
+      net_.peers_[static_cast<size_t>(peer)].left[h.count] = {h.extra, std::move(text)};
+    else if (h.kind == static_cast<uint8_t>(NetKind::kAsk))
+      net_.answer(peer, h);
+    else if (h.kind == static_cast<uint8_t>(NetKind::kState))
+      net_.note_state(peer, h, std::move(text));
   }
   void sent(uint64_t) override {}
   void lost(int, const Status&) override {}
@@ -149,8 +154,10 @@ void Net::beat(double now_s) {
     Peer& p = peers_[q];
     if (!p.lost.ok() || !p.broken.ok() || now_s - p.beat_at_s < kBeatS) continue;
     p.beat_at_s = now_s;
+    p.silent_s = 0;
     for (size_t lane = 0; lane < p.lanes.size(); lane++) {
       Sender& s = p.lanes[lane];
+      p.silent_s = std::max(p.silent_s, s.look(now_s).silent_s);
       if (s.is_open() && s.empty())
         send_copy(static_cast<int>(q), static_cast<int>(lane), header, nullptr);
       else if (!s.idle())

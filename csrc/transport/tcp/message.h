@@ -41,6 +41,8 @@ enum class NetKind : uint8_t {
   kBeat,     // nothing: shows that the host is there
   kGoodbye,  // this process ends its connections in good order
   kLeft,     // it has left the group `count`, to which it sent the peer `extra` messages; payload: why
+  kAsk,      // what does rank `extra`, of the peer's host, in group `count`? `call`: what the asker waits in
+  kState,    // the answer, to the same; payload: "is stopped (SIGSTOP)"
 };
 
 // Whoever receives the messages of a group. Called with the Net's mutex held, by whichever thread drives it.
@@ -60,6 +62,9 @@ class Sink {
   virtual void left(int peer, const std::string& why) = 0;
   // About ten times a second.
   virtual void tick() = 0;
+  // What a process of this host does, in words that follow its name: "is stopped (SIGSTOP)"; `call`: that in
+  // which a peer waits for it, 0: none. Empty: not known here.
+  virtual std::string state(int peer, uint32_t call) { return ""; }
 };
 
 }  // namespace pycomm

@@ -9,8 +9,6 @@
 #include <chrono>
 #include <cstring>
 
-#include "transport/node.h"
-
 namespace pycomm {
 
 namespace {
@@ -46,14 +44,13 @@ class Net::Waiting final : public Sink {
   Net& net_;
 };
 
-uint64_t Net::current_generation_() { return Node::current_fork_generation(); }
-
 Status Net::create(NetOptions options, Secret secret, std::shared_ptr<Net>* out) {
   PYCOMM_RETURN_IF_ERROR(cryptography_available());
   std::shared_ptr<Net> net(new Net);
-  net->fork_generation_ = current_generation_();
+  net->fork_generation_ = fork_generation();
   PYCOMM_RETURN_IF_ERROR(
       Listener::open(options.at, options.ports, std::min(4096, 16 + 2 * options.size), &net->listener_));
+  net->address_ = net->listener_->address();
   net->options_ = std::move(options);
   net->secret_ = std::move(secret);
   net->waiting_ = std::make_unique<Waiting>(*net);
@@ -70,11 +67,13 @@ Status Net::create(NetOptions options, Secret secret, std::shared_ptr<Net>* out)
   } catch (const std::system_error& e) {
     return Status::error(Code::kSystem, format("cannot start the network's thread: %s", e.what()));
   }
+  watch_forks(net.get(), ForkOrder::kNet);
   *out = std::move(net);
   return Status();
 }
 
 Net::~Net() {
+  forget_forks(this);
   if (forked()) {  // the thread is the parent's; so is the mutex
     if (thread_.joinable()) static_cast<void>(new std::thread(std::move(thread_)));
   } else {
@@ -91,6 +90,18 @@ Net::~Net() {
   if (kick_fd_ >= 0) ::close(kick_fd_);
   for (Peer& p : peers_) {
     for (Sender& s : p.lanes) s.abandon();
+  }
+}
+
+void Net::close_in_child() {
+  for (Peer& p : peers_) {
+    for (Sender& s : p.lanes) s.abandon();
+  }
+  receivers_.clear();
+  listener_.reset();
+  for (int* fd : {&epoll_fd_, &kick_fd_}) {
+    if (*fd >= 0) ::close(*fd);
+    *fd = -1;
   }
 }
 
@@ -199,8 +210,8 @@ void Net::queue(int peer, int lane, Outgoing message) {
 
 void Net::open(int peer, int lane) {
   Peer& p = peers_[static_cast<size_t>(peer)];
-  Sender::Route route{options_.at,       p.address, terms(), p.name, options_.connect_timeout_s,
-                      options_.zero_copy};
+  Sender::Route route{options_.at,        p.address,           terms(), p.name, options_.connect_timeout_s,
+                      options_.zero_copy, options_.heartbeat_s};
   route.terms.from_rank = static_cast<uint32_t>(options_.rank);
   route.terms.to_rank = static_cast<uint32_t>(peer);
   route.terms.channel = static_cast<uint32_t>(lane);
@@ -235,6 +246,7 @@ void Net::accept_all() {
       ::close(fd);  // a flood: those of this job try again, or say so
       continue;
     }
+    set_heartbeat(fd, options_.heartbeat_s);
     Terms mine = terms();
     mine.to_rank = static_cast<uint32_t>(options_.rank);
     Handshake greeting;
@@ -257,7 +269,7 @@ void Net::pump(Receiver* receiver) {
     if (h.group == 0) {
       if (h.kind == static_cast<uint8_t>(NetKind::kGoodbye))
         peers_[static_cast<size_t>(peer)].said_goodbye = true;
-      return h.kind == static_cast<uint8_t>(NetKind::kLeft) ? own_.get() : nullptr;
+      return h.kind > static_cast<uint8_t>(NetKind::kGoodbye) ? own_.get() : nullptr;
     }
     peers_[static_cast<size_t>(peer)].n_received[h.group]++;
     const auto found = sinks_.find(h.group);
@@ -370,7 +382,7 @@ Status Net::wait(std::unique_lock<std::mutex>& l, const std::function<bool()>& r
   return ready() ? Status() : std::move(s);
 }
 
-std::string Net::strangers() const { return listener_->strangers(); }
+std::string Net::strangers() const { return forked() ? "" : listener_->strangers(); }
 
 uint64_t Net::bytes_sent() const {
   uint64_t n = 0;

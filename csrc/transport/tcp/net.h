@@ -25,6 +25,7 @@
 #include <thread>
 #include <vector>
 
+#include "transport/fork.h"
 #include "transport/futex.h"
 #include "transport/tcp/listener.h"
 #include "transport/tcp/receiver.h"
@@ -44,24 +45,27 @@ struct NetOptions {
   std::string settings_text;  // what must be the same in all processes, as a person writes it
   std::string host;
   double connect_timeout_s = 10;
+  double heartbeat_s = 10;  // a host that acknowledges nothing for so long is gone
 };
 
-class Net {
+class Net final : public Forkable {
  public:
   static constexpr double kBeatS = 1.0;
 
   static Status create(NetOptions options, Secret secret, std::shared_ptr<Net>* out);
-  ~Net();  // says goodbye, and waits a little for what is queued
+  ~Net() override;  // says goodbye, and waits a little for what is queued
   Net(const Net&) = delete;
   Net& operator=(const Net&) = delete;
 
-  const Address& address() const { return listener_->address(); }
+  const Address& address() const { return address_; }
   int rank() const { return options_.rank; }
   int size() const { return options_.size; }
   int n_lanes() const { return options_.n_lanes; }
   // Of all processes, before the first message. `names`: "rank 3 (host b, pid 811)".
   void set_peers(std::vector<Address> addresses, std::vector<std::string> names);
   const std::string& name(int peer) const { return peers_[static_cast<size_t>(peer)].name; }
+  // Which processes are on one host, so that one can tell of another.
+  void set_hosts(std::vector<int> host_of);
 
   // ---- with the lock ----
   std::unique_lock<std::mutex> lock() { return std::unique_lock(mutex_); }
@@ -81,6 +85,14 @@ class Net {
   bool connected(int peer) const;
   const Status& lost(int peer) const { return peers_[static_cast<size_t>(peer)].lost; }
 
+  // Who waits for this peer asks what it does; at most once a second that is sent, to it and to others of its
+  // host: it may be stopped, and they see that.
+  void ask(int peer, uint64_t group, uint32_t call);
+  // What is known of it since, in words that follow its name: ", which is stopped (SIGSTOP)".
+  std::string state(int peer, uint64_t group) const;
+  // For how long its host has acknowledged nothing; 0: it does.
+  double silent_s(int peer) const { return peers_[static_cast<size_t>(peer)].silent_s; }
+
   // Drives the loop until `ready`, which is called with the lock. `check`, without the lock, every slice of
   // 100 ms: what may end the wait early; `before_block` once, before the first sleep.
   Status wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& ready, WaitClient& client);
@@ -88,12 +100,17 @@ class Net {
   // "3 foreign connections: …", or nothing.
   std::string strangers() const;
   uint64_t bytes_sent() const;
-  bool forked() const { return fork_generation_ != current_generation_(); }
+  bool forked() const { return fork_generation_ != fork_generation(); }
 
  private:
   struct Left {
     uint32_t n_sent;  // to us, before it left
     std::string why;
+  };
+  struct Said {
+    std::string text;
+    double at_s = 0;  // 0: nobody has said anything yet
+    double asked_at_s = 0, asking_since_s = 0;
   };
   struct Peer {
     Address address;
@@ -105,6 +122,10 @@ class Net {
     double broken_at_s = 0;
     bool said_goodbye = false;
     double beat_at_s = 0;
+    double silent_s = 0;
+    double answers_since_s = 0;                       // to it
+    int n_answers = 0;                                // since then
+    std::map<uint64_t, Said> said;                    // of it, by group
     std::map<uint64_t, uint32_t> n_sent, n_received;  // messages, by group
     std::map<uint64_t, Left> left;                    // groups that it has left, not told to the sink yet
     std::set<uint64_t> told;                          // groups that it knows that we have left
@@ -128,6 +149,8 @@ class Net {
   void watch(int fd, uint64_t what);
   void lose(int peer, Status why);
   void cannot_send(int peer, Status why);
+  void answer(int peer, const MessageHeader& question);
+  void note_state(int witness, const MessageHeader& header, std::string text);
   Status admit(const Receiver& fresh, int peer, uint32_t lane) const;
   std::unique_ptr<Sink> make_own();
   void say_goodbye(std::unique_lock<std::mutex>& lock);
@@ -138,17 +161,21 @@ class Net {
   void tick();
   void beat(double now_s);
   Terms terms() const;
-  static uint64_t current_generation_();
+  void lock_for_fork() override { mutex_.lock(); }
+  void unlock_after_fork() override { mutex_.unlock(); }
+  void close_in_child() override;
 
   NetOptions options_;
   Secret secret_;
   uint64_t fork_generation_ = 0;
   std::unique_ptr<Listener> listener_;
+  Address address_;
   int epoll_fd_ = -1;
   int kick_fd_ = -1;
   std::mutex mutex_;
   std::condition_variable cv_;
   std::vector<Peer> peers_;
+  std::vector<int> host_of_;
   std::map<uint64_t, std::unique_ptr<Receiver>> receivers_;  // by number
   uint64_t next_receiver_ = 0;
   std::set<uint64_t> again_;  // receivers that have more to read

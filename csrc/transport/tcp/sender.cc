@@ -1,8 +1,5 @@
 #include "transport/tcp/sender.h"
 
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,17 +9,21 @@ namespace pycomm {
 
 namespace {
 constexpr int kMaxParts = 32;
-// A peer's host that acknowledges nothing for this long is gone.
-constexpr unsigned kUserTimeoutMs = 10'000;
+// The limit of a stuffed connection is set a little late, and what it counts from may be a little older.
+constexpr double kSlackS = 2;
+// A process that does not greet may be stopped. Whether its host is there, the heartbeat shows.
+constexpr int64_t kNever = INT64_MAX;
 }  // namespace
 
 Status Sender::open(const Secret& secret, Route route) {
   route_ = std::move(route);
   secret_ = &secret;
-  deadline_ns_ = now_ns() + static_cast<int64_t>(route_.connect_timeout_s * 1e9);
-  PYCOMM_RETURN_IF_ERROR(Connector::start(route_.from, route_.to, route_.who, deadline_ns_, &connector_));
+  const int64_t deadline_ns = now_ns() + static_cast<int64_t>(route_.connect_timeout_s * 1e9);
+  PYCOMM_RETURN_IF_ERROR(Connector::start(route_.from, route_.to, route_.who, deadline_ns, &connector_));
   fd_ = connector_->fd();
-  setsockopt(fd_, IPPROTO_TCP, TCP_USER_TIMEOUT, &kUserTimeoutMs, sizeof kUserTimeoutMs);
+  began_s_ = clock_s();
+  stuffed_since_s_ = 0;
+  set_heartbeat(fd_, route_.heartbeat_s);
   return Status();
 }
 
@@ -33,7 +34,7 @@ Status Sender::greet() {
     if (!connected) return Status();
     Handshake handshake;
     PYCOMM_RETURN_IF_ERROR(Handshake::initiate(
-        *secret_, route_.terms, route_.who + " at " + route_.to.to_string(), deadline_ns_, &handshake));
+        *secret_, route_.terms, route_.who + " at " + route_.to.to_string(), kNever, &handshake));
     fd_ = connector_->release();
     connector_.reset();
     greeting_.emplace(std::move(handshake));
@@ -105,6 +106,21 @@ void Sender::reap() {
     unacknowledged_.pop_front();
     if (m.sink != nullptr) m.sink->sent(m.token);
   }
+}
+
+Link Sender::look(double now_s) {
+  Link link;
+  if (connector_ != nullptr) link.silent_s = now_s - began_s_;
+  if (connector_ != nullptr || fd_ < 0) return link;
+  link = look_at_link(fd_);
+  if (link.stuffed) {
+    if (stuffed_since_s_ == 0) stuffed_since_s_ = now_s;
+    set_limit(fd_, now_s - link.heard_s - stuffed_since_s_ + route_.heartbeat_s + kSlackS);
+  } else if (stuffed_since_s_ > 0) {
+    stuffed_since_s_ = 0;
+    set_limit(fd_, route_.heartbeat_s);
+  }
+  return link;
 }
 
 // Gathers the messages at the head of the queue into one system call.

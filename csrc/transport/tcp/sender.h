@@ -11,6 +11,7 @@
 
 #include "transport/tcp/channel.h"
 #include "transport/tcp/connect.h"
+#include "transport/tcp/link.h"
 #include "transport/tcp/message.h"
 
 namespace pycomm {
@@ -31,9 +32,12 @@ class Sender {
     std::string who;
     double connect_timeout_s;
     ZeroCopy::Mode zero_copy = ZeroCopy::Mode::kOff;
+    double heartbeat_s;
   };
   // Begins to connect. `fd()` is then to be watched for both directions.
   Status open(const Secret& secret, Route route);
+  // About once a second: how the peer's host does. Silent is also one that does not answer a connect.
+  Link look(double now_s);
   // Goes on: connects, greets, writes until the socket is full.
   Status pump();
   void push(Outgoing message) { queue_.push_back(std::move(message)); }
@@ -60,7 +64,8 @@ class Sender {
   int fd_ = -1;
   Route route_{};
   const Secret* secret_ = nullptr;
-  int64_t deadline_ns_ = 0;
+  double began_s_ = 0;
+  double stuffed_since_s_ = 0;  // 0: it is not
   std::unique_ptr<Connector> connector_;
   std::optional<Handshake> greeting_;
   std::unique_ptr<Channel> channel_;

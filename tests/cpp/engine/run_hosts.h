@@ -57,6 +57,7 @@ inline void run_hosts(const std::vector<int>& host_of, const std::function<void(
     threads.emplace_back([&, r] {
       std::shared_ptr<Net> net = std::move(nets[static_cast<size_t>(r)]);
       net->set_peers(addresses, names);
+      net->set_hosts(host_of);
       const Placement placement(host_of, r);
       TestRank self{r, n, nullptr, nullptr};
       const std::string folder = folders.at(host_of[static_cast<size_t>(r)]).run();
