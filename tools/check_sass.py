@@ -6,6 +6,8 @@ NVIDIA's cuobjdump:
 - no spills: no local memory and no stack (STACK and LOCAL of the resource usage are 0)
 - registers at most what __launch_bounds__ leaves for the blocks that it names
 - 128-bit loads and stores of global memory in every kernel that streams tensors
+- in kernels that wait for peers: flags are read and written with system scope, there is a fence of that scope
+  and an invalidation of the first-level cache, and nothing is read as if it never changed
 - no fused multiply-add of numbers: the sources round twice (docs/numerics.md). Fused operations inside of a
   division or a conversion are the compiler's own recipes, so only kernels without a division are looked at
 
@@ -32,6 +34,7 @@ MAX_BYTES = 10 << 20
 MAX_REGISTERS = {"reduce_kernel": 255, "cast_kernel": 64, "copy_kernel": 64}
 """65,536 registers a multiprocessor, 256 threads a block: 64 leave room for 4 blocks."""
 MAX_REGISTERS_ELSE = 128
+"""Blocks of kernels that wait for peers have 512 threads, one block a multiprocessor."""
 
 STREAMS = (
     "reduce_kernel",
@@ -42,10 +45,20 @@ STREAMS = (
     "quantize_kernel",
     "combine_kernel",
     "dequantize_kernel",
+    "peer_reduce_kernel",
+    "peer_copy_kernel",
 )
+PEERS = ("peer_reduce_kernel", "peer_copy_kernel")
 READS_ONLY = ("norm_kernel", "block_maxima_kernel")
 WIDE_LOAD = re.compile(r"\bLDG?\.E\.(?:\w+\.)*128\b")
 WIDE_STORE = re.compile(r"\bSTG?\.E\.(?:\w+\.)*128\b")
+NEEDED_BY_PEERS = {
+    "load of a flag with system scope": re.compile(r"\bLDG?\.E\.64\.STRONG\.SYS\b"),
+    "store of a flag with system scope": re.compile(r"\bSTG?\.E\.64\.STRONG\.SYS\b"),
+    "fence of system scope": re.compile(r"\bMEMBAR\.(?:SC|ALL)\.SYS\b"),
+    "invalidation of the first-level cache": re.compile(r"\bCCTL\.IVALL\b"),
+}
+NEVER_CHANGES = re.compile(r"\bLDG?\.E\.(?:\w+\.)*CONSTANT\b")
 FUSED = re.compile(r"\b[FD]FMA\b")
 DIVIDES = re.compile(r"ScaledSum|BlockInt8|combine_kernel")
 """Kernels whose average or scale is a division, which is a recipe with fused steps."""
@@ -129,6 +142,10 @@ def faults(kernel: Kernel) -> Iterator[str]:
         yield "no 128-bit load"
     if kind and kind not in READS_ONLY and not WIDE_STORE.search(code):
         yield "no 128-bit store"
+    if kind in PEERS:
+        yield from (f"no {what}" for what, pattern in NEEDED_BY_PEERS.items() if not pattern.search(code))
+        if NEVER_CHANGES.search(code):
+            yield "a load through the cache for data that never changes"
     if FUSED.search(code) and not DIVIDES.search(kernel.name):
         yield "a fused multiply-add"
 

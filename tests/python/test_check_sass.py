@@ -49,6 +49,38 @@ def test_faults(tool: ModuleType, change: dict[str, int], code: list[str], fault
     assert list(tool.faults(kernel)) == ([fault] if fault else [])
 
 
+PEERS_CODE = [
+    LOAD,
+    STORE,
+    "        /*0150*/                   LDG.E.64.STRONG.SYS R8, desc[UR4][R2.64] ;",
+    "        /*0150*/                   CCTL.IVALL ;",
+    "        /*0150*/                   MEMBAR.ALL.SYS ;",
+    "        /*0150*/                   STG.E.64.STRONG.SYS desc[UR4][R2.64], R8 ;",
+]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "fault"),
+    [
+        ("LDG.E.64.STRONG", "no load of a flag with system scope"),
+        ("STG.E.64.STRONG", "no store of a flag with system scope"),
+        ("MEMBAR", "no fence of system scope"),
+        ("CCTL", "no invalidation of the first-level cache"),
+        ("nothing", None),
+    ],
+)
+def test_peers_meet_with_system_scope(tool: ModuleType, left_out: str, fault: str | None) -> None:
+    code = [line for line in PEERS_CODE if left_out not in line]
+    kernel = tool.Kernel("sm_90", NAME.replace("13reduce", "18peer_reduce"), 40, 0, 0, code)
+    assert list(tool.faults(kernel)) == ([fault] if fault else [])
+
+
+def test_peers_read_nothing_as_if_it_never_changed(tool: ModuleType) -> None:
+    code = [*PEERS_CODE, LOAD.replace("128", "128.CONSTANT")]
+    kernel = tool.Kernel("sm_90", NAME.replace("13reduce", "18peer_reduce"), 40, 0, 0, code)
+    assert list(tool.faults(kernel)) == ["a load through the cache for data that never changes"]
+
+
 def test_a_cast_may_use_fewer_registers_than_a_reduction(tool: ModuleType) -> None:
     kernel = tool.Kernel("sm_90", NAME.replace("reduce", "cast"), 65, 0, 0, [LOAD, STORE])
     assert list(tool.faults(kernel)) == ["65 registers, at most 64 are allowed"]

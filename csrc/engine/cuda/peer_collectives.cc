@@ -241,7 +241,10 @@ Status PeerCollectives::run(const Message& m, const Launch& launch) {
   for (uint64_t begin = 0; begin < m.n_bytes; begin += tile) {
     unsigned n_blocks = 1;
     const PeerCall call = tile_of(m, begin, std::min(tile, m.n_bytes - begin), &n_blocks);
-    PYCOMM_RETURN_IF_ERROR(launch(call, n_blocks));
+    Status status = launch(call, n_blocks);
+    if (status.ok()) continue;
+    abort(status.clone());  // the peers' kernels wait for what was not launched
+    return status;
   }
   return {};
 }

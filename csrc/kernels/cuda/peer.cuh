@@ -152,7 +152,7 @@ PYCOMM_DEVICE bool meet(const PeerCall& call, PeerShared& shared, uint64_t numbe
         if (trouble == PeerTrouble::kStopped) {
           store_relaxed_system(&call.words->told[k], load_relaxed_system(&ours.stopped));
         }
-        atomicOr(&shared.blamed, blame(trouble, k));
+        atomicOr(&shared.blamed, 1u | 1u << (8 * static_cast<int>(trouble) + k));
       } else if (phase == 0) {
         shared.places[k][0] = ours.places[number & 1][0];
         shared.places[k][1] = ours.places[number & 1][1];

@@ -53,9 +53,6 @@ enum class PeerTrouble : uint8_t {
 
 // Whom a block that gives up blames: a set of ranks for each trouble, rank r's bit at 8 * trouble + r. Bit 0
 // is always set.
-constexpr uint32_t blame(PeerTrouble trouble, int rank) {
-  return 1u | 1u << (8 * static_cast<int>(trouble) + rank);
-}
 constexpr bool blames(uint64_t blamed, PeerTrouble trouble, int rank) {
   return (blamed >> (8 * static_cast<int>(trouble) + rank) & 1) != 0;
 }

@@ -33,7 +33,8 @@ PYCOMM_DEVICE void spread(const PeerCall& call, const PeerShared& shared, uint64
       [&](uint64_t at, char byte) { to_all([&](char* to) { to[at] = byte; }); });
 }
 
-__global__ void __launch_bounds__(kMaxPeerThreads) peer_copy_kernel(const __grid_constant__ PeerCall call) {
+__global__ void __launch_bounds__(kMaxPeerThreads, 1)
+    peer_copy_kernel(const __grid_constant__ PeerCall call) {
   __shared__ PeerShared shared;
   uint64_t number;
   if (!enter(call, shared, &number)) return;

@@ -111,7 +111,7 @@ PYCOMM_DEVICE void reduce_part(const Pointers& pointers, int n_ranks, uint64_t n
 }
 
 template <class O, int N>
-__global__ void __launch_bounds__(kMaxPeerThreads)
+__global__ void __launch_bounds__(kMaxPeerThreads, 1)
     peer_reduce_kernel(const __grid_constant__ PeerCall call, const __grid_constant__ typename O::P param) {
   __shared__ PeerShared shared;
   __shared__ Pointers pointers;

@@ -7,8 +7,9 @@
 set(mutant_runner ${CMAKE_CURRENT_BINARY_DIR}/run_mutant.sh)
 file(WRITE ${mutant_runner} [=[
 # run_mutant.sh PROGRAM FILTER: exit 0 when the program fails under some seed.
+export PEER_TEST_TIMEOUT_S=20
 for seed in 0 1 2; do
-  CUDA_ON_CPU_SEED=$seed "$1" --gtest_brief=1 --gtest_filter="$2" && continue
+  CUDA_ON_CPU_SEED=$seed "$1" --gtest_brief=1 --gtest_fail_fast --gtest_filter="$2" && continue
   echo "the fault was caught under seed $seed"
   exit 0
 done
@@ -73,6 +74,43 @@ if(PYCOMM_SANITIZE STREQUAL "")
     "launch_one<O, 5>, launch_one<O, 6>" "launch_one<O, 4>, launch_one<O, 6>" reduce.cu "Cuda/Reduce.Counts*")
   pycomm_mutant(order_of_the_tree ops.cuh
     "if (leaf < n - p)" "if (leaf >= 2 * p - n)" reduce.cu "Cuda/Reduce.Counts*float*sum")
+endif()
+
+# The order between ranks. ThreadSanitizer sees each as a race, some only it: x86 does not reorder what a relaxed flag
+# leaves unordered, and a half of the staging that is written too early is seldom still being read. A fault may leave a
+# rank waiting, until PEER_TEST_TIMEOUT_S.
+set(peer_tests "Cuda/PeerCopy.CallsOneAfterAnother*")
+pycomm_mutant(no_meeting_before_reading peer_copy.cu
+  "if (!meet(call, shared, number, 0)) return;" "if (call.n_ranks < 0) return;" peer_copy.cu "${peer_tests}")
+pycomm_mutant(no_barrier_before_the_flag peer.cuh
+  "meet(const PeerCall& call, PeerShared& shared, uint64_t number, int phase) {\n  __syncthreads();"
+  "meet(const PeerCall& call, PeerShared& shared, uint64_t number, int phase) {" peer_copy.cu "${peer_tests}")
+pycomm_mutant(no_barrier_after_the_flag peer.cuh
+  "  __syncthreads();\n  if (shared.blamed == 0) return true;\n  stop(" "  if (shared.blamed == 0) return true;\n  stop("
+  peer_copy.cu "${peer_tests}")
+pycomm_mutant(stale_number peer.cuh
+  "own.calls[b] = number + 1" "own.calls[b] = number" peer_copy.cu "${peer_tests}")
+pycomm_mutant(no_meeting_after_reading_tensors peer.cuh
+  "if (two_shot || reads_tensors(call, shared)) {" "if (two_shot) {" peer_copy.cu "${peer_tests}")
+if(PYCOMM_SANITIZE STREQUAL "thread")
+  pycomm_mutant(relaxed_release peer.cuh
+    "store_release_system(&theirs.flag," "store_relaxed_system(&theirs.flag," peer_copy.cu "${peer_tests}")
+  pycomm_mutant(relaxed_acquire peer.cuh
+    "load_acquire_system(&peer.flag)" "load_relaxed_system(&peer.flag)" peer_copy.cu "${peer_tests}")
+  pycomm_mutant(one_half_of_the_staging peer.cuh
+    "call.staging + (number & 1) * call.half_bytes" "call.staging" peer_copy.cu "${peer_tests}")
+  pycomm_mutant(blocks_that_were_not_there_do_not_count peer.cuh
+    "for (unsigned b = blockIdx.x; b < kMaxPeerBlocks; b += gridDim.x) own.calls[b]"
+    "for (unsigned b = blockIdx.x; b < gridDim.x; b += gridDim.x) own.calls[b]" peer_copy.cu "${peer_tests}")
+else()
+  pycomm_mutant(tail_of_a_copy peer.cuh
+    "i < n_bytes; ++i) write_byte" "i + 1 < n_bytes; ++i) write_byte" peer_copy.cu "Cuda/PeerCopy.AllGather*")
+endif()
+if(PYCOMM_SANITIZE STREQUAL "")  # the largest unit again
+  pycomm_mutant(no_meeting_after_two_shot peer_reduce.cu
+    "finish(call, shared, number);" "leave(call, number);" peer_reduce.cu "Cuda/PeerReduce.Lengths/float32_sum")
+  pycomm_mutant(tail_of_a_reduction peer_reduce.cu
+    "if (p == n_packs) {" "if (p == n_packs && n_packs == 0) {" peer_reduce.cu "Cuda/PeerReduce.Lengths/float32_sum")
 endif()
 
 get_property(mutants GLOBAL PROPERTY PYCOMM_MUTANTS)

@@ -100,34 +100,41 @@ TEST_P(PeerCopy, MessagesLargerThanTheStaging) {
   }
 }
 
-// Without the host in between, so that a rank that runs ahead meets what the others still read.
+// Without the host in between, so that a rank that runs ahead meets what the others still read. Gathers of
+// three blocks, in whose staging the broadcasts between, of one block, have slices where other blocks' data
+// was.
 TEST_P(PeerCopy, CallsOneAfterAnother) {
   PeerOptions options = small_options();
   options.push = GetParam();
   run_peers(3, options, [&](PeerRank& self) {
-    constexpr size_t kBytes = 2000, kCalls = 60;
+    constexpr size_t kGathered = 1500, kSpread = 1200, kCalls = 60;
+    const auto root_of = [](size_t call) { return static_cast<int>(call / 2 % 3); };
     std::vector<std::unique_ptr<Tensor>> ins, outs;
     for (size_t i = 0; i < kCalls; ++i) {
-      ins.push_back(std::make_unique<Tensor>(self, input_of(self.rank, kBytes, i), 0, i % 3 == 0));
-      outs.push_back(std::make_unique<Tensor>(self, 3 * kBytes, 0, false));
+      ins.push_back(std::make_unique<Tensor>(self, input_of(self.rank, kGathered, i), 0, i % 3 == 0));
+      const bool is_root = i % 2 == 0 && self.rank == root_of(i);
+      outs.push_back(std::make_unique<Tensor>(
+          self, is_root ? input_of(self.rank, kSpread, i) : Bytes(i % 2 ? 3 * kGathered : kSpread, 0), 0,
+          false));
     }
     for (size_t i = 0; i < kCalls; ++i) {
-      const size_t n_bytes = i % 2 ? kBytes : 100;
-      ASSERT_OK(self.comm->all_gather(ins[i]->data(), outs[i]->data(), n_bytes, self.on()));
-      // An ordinary tensor is the caller's again as soon as the stream has passed, whatever peers are doing.
-      ASSERT_CUDA(cudaMemsetAsync(ins[i]->data(), 0xcd, kBytes, self.stream));
+      if (i % 2) {
+        ASSERT_OK(self.comm->all_gather(ins[i]->data(), outs[i]->data(), kGathered, self.on()));
+        // An input is the caller's again as soon as the stream has passed, whatever peers are doing.
+        ASSERT_CUDA(cudaMemsetAsync(ins[i]->data(), 0xcd, kGathered, self.stream));
+      } else {
+        ASSERT_OK(self.comm->broadcast(outs[i]->data(), kSpread, root_of(i), PeerWay::kTwoShot, self.on()));
+      }
     }
     ASSERT_OK(self.pass());
     for (size_t i = 0; i < kCalls; ++i) {
-      const size_t n_bytes = i % 2 ? kBytes : 100;
-      const Bytes got = outs[i]->get();
+      Bytes want;
       for (int r = 0; r < 3; ++r) {
-        Bytes want = input_of(r, kBytes, i);
-        want.resize(n_bytes);
-        const auto begin = got.begin() + static_cast<std::ptrdiff_t>(static_cast<size_t>(r) * n_bytes);
-        ASSERT_EQ(Bytes(begin, begin + static_cast<std::ptrdiff_t>(n_bytes)), want)
-            << "call " << i << ", rank " << r << "'s part on rank " << self.rank;
+        if (i % 2 == 0 && r != root_of(i)) continue;
+        const Bytes part = input_of(r, i % 2 ? kGathered : kSpread, i);
+        want.insert(want.end(), part.begin(), part.end());
       }
+      ASSERT_EQ(outs[i]->get(), want) << "call " << i << " on rank " << self.rank;
     }
   });
 }

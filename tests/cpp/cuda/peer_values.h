@@ -65,14 +65,14 @@ class Tensor {
 
   char* data() const { return data_; }
   Bytes get() const { return get(data_, n_); }
-  void set(const Bytes& contents) { set(contents, data_); }
+  void set(const Bytes& contents) const { set(contents, data_); }
 
  private:
   static constexpr size_t kGuard = 32;
   static constexpr uint8_t kUnused = 0xee;
 
   // On this rank's stream, so that nothing else orders the copies with a call.
-  void set(const Bytes& contents, char* at) {
+  void set(const Bytes& contents, char* at) const {
     if (contents.empty()) return;
     if (cudaMemcpyAsync(at, contents.data(), contents.size(), cudaMemcpyHostToDevice, self_.stream) !=
             cudaSuccess ||

@@ -1,0 +1,174 @@
+// Ranks as processes, whose memory reaches each other through IPC handles: values, and what is left when one
+// of them is killed in the middle.
+//
+// The parent starts this program once a rank (CUDA does not survive a fork), each running the one disabled
+// test that stands behind the name in PEER_PROCESS; their Exchange is a board in memory that all inherit.
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+
+#include "cuda/peer_values.h"
+
+namespace pycomm {
+namespace {
+
+#if !defined(CUDA_ON_CPU_TSAN)  // which sees nothing between processes
+
+constexpr size_t kMostBytes = 1024;
+
+struct SharedBoard {
+  std::atomic<uint64_t> round[cuda::kMaxPeers];
+  char bytes[2][cuda::kMaxPeers][kMostBytes];
+};
+
+SharedBoard* map_board(int fd) {
+  void* at = mmap(nullptr, sizeof(SharedBoard), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  return at == MAP_FAILED ? nullptr : static_cast<SharedBoard*>(at);
+}
+
+Exchange exchange_of(SharedBoard* board, int rank, int size, double limit_s) {
+  return [=](const void* mine, size_t n_bytes, void* all) -> Status {
+    if (n_bytes > kMostBytes) return Status::error(Code::kValue, "too much for the board");
+    const uint64_t round = board->round[rank].load() + 1;
+    std::memcpy(board->bytes[round % 2][rank], mine, n_bytes);
+    board->round[rank].store(round);
+    const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);
+    for (int r = 0; r < size; ++r) {
+      while (board->round[r].load() < round) {
+        if (std::chrono::steady_clock::now() > until) {
+          return Status::error(Code::kPeerLost, format("rank %d is gone", r));
+        }
+        usleep(200);
+      }
+      std::memcpy(static_cast<char*>(all) + static_cast<size_t>(r) * n_bytes, board->bytes[round % 2][r],
+                  n_bytes);
+    }
+    return {};
+  };
+}
+
+// Starts a process for each rank, which runs PeerProcess.DISABLED_<test>; returns their exit statuses.
+std::vector<int> run_processes(int n, const std::string& test) {
+  const int fd = memfd_create("board", 0);  // inherited
+  if (fd < 0 || ftruncate(fd, sizeof(SharedBoard)) != 0) return {};
+  std::vector<pid_t> pids;
+  for (int r = 0; r < n; ++r) {
+    const std::string filter = "--gtest_filter=PeerProcess.DISABLED_" + test;
+    const std::string place = format("%d/%d/%d", r, n, fd);
+    const pid_t pid = fork();
+    if (pid == 0) {
+      setenv("PEER_PROCESS", place.c_str(), 1);
+      execl("/proc/self/exe", "test_cuda", filter.c_str(), "--gtest_also_run_disabled_tests",
+            "--gtest_brief=1", nullptr);
+      _exit(127);
+    }
+    pids.push_back(pid);
+  }
+  std::vector<int> statuses;
+  for (const pid_t pid : pids) {
+    int status = -1;
+    if (waitpid(pid, &status, 0) != pid) status = -1;
+    statuses.push_back(status);
+  }
+  close(fd);
+  return statuses;
+}
+
+// In a rank's process: which one it is, with memory that all others map; all on one device.
+void be_a_rank(PeerRank& self, const PeerOptions& options, double limit_s) {
+  const char* place = std::getenv("PEER_PROCESS");
+  int fd = -1;
+  ASSERT_NE(place, nullptr) << "run_processes starts this test";
+  ASSERT_EQ(std::sscanf(place, "%d/%d/%d", &self.rank, &self.size, &fd), 3);
+  SharedBoard* const board = map_board(fd);
+  ASSERT_NE(board, nullptr);
+  self.exchange = exchange_of(board, self.rank, self.size, limit_s);
+  ASSERT_OK(make_peer(self, options));
+}
+
+TEST(PeerProcess, DISABLED_Values) {
+  PeerRank self;
+  ASSERT_NO_FATAL_FAILURE(be_a_rank(self, small_options(), 60));
+  const auto n = static_cast<size_t>(self.size);
+  const Case sum{DType::kBFloat16, ReduceOp::kSum};
+  for (const bool symmetric : {false, true}) {
+    for (const size_t n_elems : {size_t{1}, size_t{333}, size_t{40000}}) {
+      const size_t n_bytes = 2 * n_elems;
+      std::vector<Bytes> inputs;
+      for (int r = 0; r < self.size; ++r) inputs.push_back(input_of(r, n_bytes * n, n_elems));
+      const Bytes all = reduced(sum, inputs, 1);
+      const auto mine = static_cast<size_t>(self.rank) * n_bytes;
+      const Bytes& input = inputs[static_cast<size_t>(self.rank)];
+      for (const PeerWay way : {PeerWay::kOneShot, PeerWay::kTwoShot}) {
+        const Tensor t(self, input, 0, symmetric);
+        ASSERT_OK(
+            self.comm->all_reduce(t.data(), t.data(), n_elems * n, sum.dtype, sum.op, 1, way, self.on()));
+        ASSERT_OK(self.pass());
+        ASSERT_TRUE(same(sum.dtype, t.get(), all)) << n_elems;
+      }
+      const Tensor in(self, input, 0, symmetric), part(self, n_bytes, 0, false);
+      ASSERT_OK(self.comm->reduce_scatter(in.data(), part.data(), n_elems, sum.dtype, sum.op, 1, self.on()));
+      ASSERT_OK(self.comm->all_gather(part.data(), in.data(), n_bytes, self.on()));
+      ASSERT_OK(self.pass());
+      ASSERT_TRUE(same(sum.dtype, in.get(), all)) << n_elems;
+      ASSERT_TRUE(same(sum.dtype, part.get(),
+                       Bytes(all.begin() + static_cast<std::ptrdiff_t>(mine),
+                             all.begin() + static_cast<std::ptrdiff_t>(mine + n_bytes))));
+      in.set(input);
+      ASSERT_OK(self.comm->broadcast(in.data(), n_bytes * n, self.size - 1, PeerWay::kAuto, self.on()));
+      ASSERT_OK(self.pass());
+      ASSERT_EQ(in.get(), inputs.back());
+    }
+  }
+  ASSERT_OK(self.memory->grow(1 << 20, self.exchange));
+  ASSERT_OK(end_peer(self));
+}
+
+TEST(PeerProcesses, ValuesAreThoseOfTheCpu) {
+  for (const int n : {2, 3, 8}) {
+    ASSERT_EQ(run_processes(n, "Values"), std::vector<int>(static_cast<size_t>(n), 0)) << n << " ranks";
+  }
+}
+
+// Rank 1 is killed while the others wait for it in a call.
+TEST(PeerProcess, DISABLED_OneIsKilled) {
+  PeerOptions options = small_options();
+  options.timeout_s = 1;
+  PeerRank self;
+  ASSERT_NO_FATAL_FAILURE(be_a_rank(self, options, 60));
+  {
+    const Tensor t(self, 4096, 0, true);
+    ASSERT_OK(self.comm->all_reduce(t.data(), t.data(), 1024, DType::kFloat32, ReduceOp::kMax, 1,
+                                    PeerWay::kTwoShot, self.on()));
+    ASSERT_OK(self.pass());
+    if (self.rank == 1) raise(SIGKILL);
+    ASSERT_OK(self.comm->all_reduce(t.data(), t.data(), 1024, DType::kFloat32, ReduceOp::kMax, 1,
+                                    PeerWay::kTwoShot, self.on()));
+    const Status s = self.pass();
+    ASSERT_TRUE(s.code() == Code::kTimeout || s.code() == Code::kPeerLost) << s.message();
+    ASSERT_NE(s.message().find("rank 1"), std::string::npos) << s.message();
+  }
+  EXPECT_GT(self.memory->n_bytes_in_use(), 0u) << "held";
+  const Status s = self.memory->close(
+      [](const void*, size_t, void*) { return Status::error(Code::kPeerLost, "rank 1 died"); });
+  EXPECT_EQ(s.code(), Code::kPeerLost);
+  self.comm.reset();
+  const size_t n_leaked = PeerMemory::n_bytes_leaked();
+  self.memory.reset();
+  EXPECT_GT(PeerMemory::n_bytes_leaked(), n_leaked) << "what rank 1 may write into is kept";
+}
+
+TEST(PeerProcesses, WhoWasKilledIsNamed) {
+  const std::vector<int> statuses = run_processes(3, "OneIsKilled");
+  ASSERT_EQ(statuses.size(), 3u);
+  EXPECT_EQ(statuses[0], 0);
+  EXPECT_TRUE(WIFSIGNALED(statuses[1]) && WTERMSIG(statuses[1]) == SIGKILL);
+  EXPECT_EQ(statuses[2], 0);
+}
+
+#endif
+
+}  // namespace
+}  // namespace pycomm
