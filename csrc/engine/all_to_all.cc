@@ -62,8 +62,8 @@ Status Engine::run_all_to_all(Run& run) {
     if (sends == call.recv_counts[q]) continue;
     return Status::error(Code::kMismatch,
                          format("all_to_all #%u: rank %d sends %llu elements to rank %d, which expects %llu",
-                                call_, q, static_cast<unsigned long long>(sends), rank_,
-                                static_cast<unsigned long long>(call.recv_counts[q])));
+                                call_, group_.name(q), static_cast<unsigned long long>(sends),
+                                group_.name(rank_), static_cast<unsigned long long>(call.recv_counts[q])));
   }
 
   const uint64_t slice = std::max<uint64_t>(1, kStageBytes / static_cast<uint64_t>(n_) / 64 * 64 / size);

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import platform
 import re
+import subprocess
 import sys
 import time
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -21,7 +22,7 @@ _TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(_TESTS), str(_TESTS / "python"), str(_TESTS.parent)]
 
 import pytest  # noqa: E402
-from hosts_network import require_network  # noqa: E402
+from hosts_network import ip, require_network  # noqa: E402
 
 from chaos.cell import Verdict, play  # noqa: E402
 from chaos.matrix import OPERATIONS, ROWS, TRANSPORTS, makes_sense  # noqa: E402
@@ -54,6 +55,14 @@ def chosen(options: argparse.Namespace, have_network: bool) -> list[Key]:
         and makes_sense(row, operation, transport)
         and (have_network or transport == "shared memory")
     ]
+
+
+def sweep() -> None:
+    """Removes the hosts of runs that were killed before they could."""
+    listed = subprocess.run(["ip", "netns"], capture_output=True, text=True, timeout=20).stdout
+    for name, pid in re.findall(r"^(pycomm-(\d+)-\S+)", listed, re.MULTILINE):
+        if not Path(f"/proc/{pid}").exists():
+            ip("netns", "del", name)
 
 
 def run_all(cells: list[Key], verbose: bool) -> dict[Key, Verdict]:
@@ -121,6 +130,7 @@ def main() -> int:
     have_network = True
     try:
         require_network()
+        sweep()
     except pytest.skip.Exception as reason:
         have_network = False
         print(f"{reason}\n*** ONLY SHARED MEMORY IS PLAYED; the document is left as it is")

@@ -149,7 +149,7 @@ ROWS: dict[str, Row] = {
                 ("PeerLostError",),
                 within_s=10.0,
                 names=True,
-                says="secret.*fingerprint|that process has ended",
+                says="secret.*fingerprint|that process has ended|connection reset",
                 strangers=True,
             )
         ),
@@ -199,7 +199,7 @@ ROWS: dict[str, Row] = {
                     within_s=1.0,
                     names=True,
                     all_alike=True,
-                    says="ranks made different calls: rank . called .*; rank . called ",
+                    says="rank . called .*; rank . called |rank . sends .* to rank ., which expects ",
                 )
             ),
             f"another {what} on the last rank",

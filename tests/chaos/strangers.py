@@ -149,7 +149,9 @@ def insider(address: Address, secret: bytes, from_rank: int, to_rank: int, size:
         "" when it was let in, else how the other side refused it.
     """
     # The job's name, and the settings that must be equal, are public to whoever can read the store.
-    names = re.findall(rb"pycomm/none/0/pycomm-[^/]+", store.read_bytes())
+    names = re.findall(rb"pycomm/none/pycomm-\w+", store.read_bytes())
+    if not names:
+        return "refused: the store has no name of the job in it"
     import pycomm
 
     settings = f"pycomm {pycomm.__version__}, 1 sockets, encryption off".encode()

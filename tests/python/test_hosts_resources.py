@@ -93,7 +93,7 @@ def with_a_worker(rank: int, size: int, placement: list[int], how: str) -> float
 
 
 @pytest.mark.parametrize("how", ["fork", "DataLoader"])
-@pytest.mark.parametrize("placement", [ONE_HOST, PAIRS], ids=["one host", "pairs"])
+@pytest.mark.parametrize("placement", [ONE_HOST, APART, PAIRS], ids=["one host", "apart", "pairs"])
 def test_a_child_that_holds_a_dead_ranks_sockets(placement: list[int], how: str) -> None:
     victim = len(placement) - 1
     results = run_ranks(len(placement), with_a_worker, placement, how, may_die=[victim], timeout=60)
