@@ -173,8 +173,8 @@ ROWS: dict[str, Row] = {
                     # The last is Python's own: it opens a file to import a module.
                     ("PeerLostError", "completed", "OSError"),
                     within_s=3.0,
-                    names=True,
-                    own="Too many open files|rank [0-2] ",
+                    # The last rank; or, where connections are only being made, one that ended because of it.
+                    says="rank [0-3] |Too many open files",
                 )
             ),
             "shared memory": GOES_ON,
