@@ -44,6 +44,9 @@ class Communicator(Collectives, PointToPoint):
 
     #: The run folder in which :func:`init` met the others, a name no other meeting has; else empty.
     _met_in = ""
+    #: What ``pycomm ps`` calls it: the job, which of its communicators, and this rank in the job.
+    _shown_as = ("", "", 0)
+    _n_children = 0
 
     def __init__(self, core: _C.Communicator) -> None:
         super().__init__(core)
@@ -115,11 +118,22 @@ class Communicator(Collectives, PointToPoint):
 
     def _split(self, color: int | None, key: int, plan: int) -> Communicator | None:
         core = self._c.split(-1 if color is None else color, key, plan)
+        self._n_children += 1
         if core is None:
             return None
         child = Communicator(core)
+        child._show(*self._next_shown())
         tuning_hosts.inherit(self, child)
         return child
+
+    def _show(self, job: str, label: str, job_rank: int) -> None:
+        """Lets ``pycomm ps`` find this communicator, under these names."""
+        self._shown_as = (job, label, job_rank)
+        self._c.introduce(job, label, job_rank)
+
+    def _next_shown(self) -> tuple[str, str, int]:
+        job, label, job_rank = self._shown_as
+        return job, f"{label}.{self._n_children}" if label else str(self._n_children), job_rank
 
     @refuses_wrong_calls
     def new_group(self, ranks: Sequence[int]) -> Communicator | None:
@@ -203,7 +217,9 @@ class Communicator(Collectives, PointToPoint):
         """
         excluded = self._ranks("shrink", "exclude", exclude)
         core = self._c.shrink(excluded, arguments.seconds("shrink: timeout", timeout))
+        self._n_children += 1
         child = Communicator(core)
+        child._show(*self._next_shown())
         if child.size == self.size or tuning_hosts.several_hosts(child):
             tuning_hosts.inherit(self, child)  # else the built-in table: asking rank 0 might wait for it
         return child

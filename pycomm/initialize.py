@@ -28,6 +28,15 @@ def _forced_algorithms() -> dict[str, str]:
     return forced
 
 
+def _job_name(meeting: str) -> str:
+    """What ``pycomm ps`` calls the job: the folder in which its ranks met, without the common part."""
+    folder, _, last = meeting.rpartition("/")
+    name = last.removeprefix("pycomm-")
+    if name.isdecimal():  # the n-th meeting in a folder that PYCOMM_RUN_DIR names
+        name = os.path.basename(folder) + (f"-{name}" if name != "0" else "")
+    return name or f"alone-{os.getpid()}"
+
+
 def _join_hosts(
     place: rendezvous.Place, hosts: Hosts, timeout: float, call_timeout: float
 ) -> _C.Communicator:
@@ -94,5 +103,6 @@ def init(
         core.force_algorithm(KINDS[collective], name)
     comm = Communicator(core)
     comm._met_in = place.meeting
+    comm._show(_job_name(place.meeting), "", place.rank)
     tuning_hosts.load_or_measure(comm)
     return comm

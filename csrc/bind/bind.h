@@ -10,6 +10,7 @@ namespace pycomm {
 void bind_schedule(pybind11::module_& m);
 void bind_kernels(pybind11::module_& m);
 void bind_engine(pybind11::module_& m);
+void bind_ps(pybind11::module_& m);
 void bind_bucket(pybind11::module_& m);
 void bind_probe(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);

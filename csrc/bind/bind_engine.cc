@@ -405,6 +405,10 @@ void bind_engine(py::module_& m) {
              const int local = c.comm->local_rank(checked(c, q));
              return local < 0 ? 0 : c.comm->group().note(local);
            })
+      .def("introduce",
+           [](PyCommunicator& c, const std::string& job, const std::string& label, int job_rank) {
+             c.comm->group().introduce(job, label, c.comm->rank(), c.comm->size(), job_rank);
+           })
       .def("describe", [](const PyCommunicator& c, int q) { return c.comm->describe(checked(c, q)); })
       .def("split", &split)
       .def("shrink", &shrink)

@@ -10,6 +10,7 @@ PYBIND11_MODULE(_C, m) {
     pycomm::bind_kernels(m);
     pycomm::bind_bucket(m);
     pycomm::bind_engine(m);
+    pycomm::bind_ps(m);
     pycomm::bind_probe(m);
     pycomm::bind_cuda(m);
   } catch (const pybind11::error_already_set& e) {

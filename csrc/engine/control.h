@@ -77,6 +77,26 @@ struct alignas(128) Shown {
   std::atomic<uint64_t> transfer_since_ns;
 };
 
+// Whose block this is, for `pycomm ps`, which finds the arena through /proc: written before `set`, which says
+// that it holds.
+struct alignas(128) Identity {
+  static constexpr uint64_t kSet = 0x7079636f6d6d7073;  // "pycommps"
+  std::atomic<uint64_t> set;
+  int64_t pid;
+  int32_t rank, size;  // in this communicator
+  int32_t job_rank;
+  uint32_t unused;
+  char job[64];
+  char
+      label[32];  // which of the job's communicators: "" is that of pycomm.init, "1" its first child, "1.2" …
+  char host[64];
+};
+
+inline constexpr size_t kListed = 16;
+struct alignas(128) Listing {
+  std::atomic<uint64_t> blocks[kListed];  // 1 + offset of a control block; of a node's first block only
+};
+
 struct Control {
   Flag sleepers;  // how many peers sleep on a flag of ours
   Flag progress;
@@ -89,6 +109,8 @@ struct Control {
   Flag note;      // what the program of this rank says that it is doing; the engine does not look at it
   ShrinkArea shrink;
   Shown shown;
+  Identity identity;
+  Listing listing;
   alignas(4096) Slot slots[kSlots];
 };
 static_assert(offsetof(Control, slots) == 4096);

@@ -55,6 +55,7 @@ void Group::leave(const std::string& why) {
   if (node_->forked()) return;  // the block is the parent's
   std::lock_guard lock(failure_mutex_);
   if (own().state.word.load(std::memory_order_relaxed) != static_cast<uint64_t>(RankState::kActive)) return;
+  unlist();
   tell(0, why);
   own().state.word.store(static_cast<uint64_t>(RankState::kLeft), std::memory_order_release);
 }

@@ -90,6 +90,8 @@ class Group {
   void show_no_wait() { own().shown.waits_for.store(0, std::memory_order_relaxed); }
   void show_transfer(bool is_send, int name, double since_s);
   void show_no_transfer() { own().shown.transfer.store(0, std::memory_order_relaxed); }
+  // Lets `pycomm ps` find this rank, until it leaves.
+  void introduce(const std::string& job, const std::string& label, int rank, int size, int job_rank);
   std::string own_call() const;  // "all_reduce #12"
   uint32_t own_number() const {
     return static_cast<uint32_t>(own().shown.call.load(std::memory_order_relaxed));
@@ -110,6 +112,7 @@ class Group {
   std::string last_call(int q) const;
 
  private:
+  void unlist();
   const char* gone(int q) const;                  // how, null while it is there
   void tell(char code, const std::string& text);  // into `failure`, for the peers
 

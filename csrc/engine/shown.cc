@@ -3,6 +3,8 @@
 // All of it is read from memory that each rank has written (Shown, and the heads of its calls, control.h) and
 // from /proc, so it can be told of a rank that hangs, or is stopped. Threads: any. Cost: a few microseconds,
 // when somebody has waited for long.
+#include <cstring>
+
 #include "base/log.h"
 #include "engine/group.h"
 
@@ -37,6 +39,37 @@ void Group::show_transfer(bool is_send, int name, double since_s) {
   Shown& s = own().shown;
   s.transfer_since_ns.store(ns_of(since_s), std::memory_order_relaxed);
   s.transfer.store(word_of(name) | (is_send ? Shown::kSends : 0), std::memory_order_relaxed);
+}
+
+void Group::introduce(const std::string& job, const std::string& label, int rank, int size, int job_rank) {
+  Identity& id = own().identity;
+  const auto copy = [](char* to, size_t room, const std::string& text) {
+    const size_t n = utf8_prefix(text, room - 1);
+    std::memcpy(to, text.data(), n);
+    to[n] = 0;
+  };
+  id.pid = node_->pid(node_->rank());
+  id.rank = rank;
+  id.size = size;
+  id.job_rank = job_rank;
+  copy(id.job, sizeof id.job, job);
+  copy(id.label, sizeof id.label, label);
+  copy(id.host, sizeof id.host, node_->host());
+  id.set.store(Identity::kSet, std::memory_order_release);
+  Listing& list = control_at(node_->arena()->base(), 0)->listing;
+  for (std::atomic<uint64_t>& block : list.blocks) {  // a 17th communicator of a process is not shown
+    uint64_t none = 0;
+    if (block.compare_exchange_strong(none, control_offset_ + 1)) return;
+  }
+}
+
+void Group::unlist() {
+  if (own().identity.set.exchange(0) != Identity::kSet) return;
+  Listing& list = control_at(node_->arena()->base(), 0)->listing;
+  for (std::atomic<uint64_t>& block : list.blocks) {
+    uint64_t mine = control_offset_ + 1;
+    if (block.compare_exchange_strong(mine, 0)) return;
+  }
 }
 
 std::string Group::own_call() const { return call_text(own().shown.call.load(std::memory_order_relaxed)); }

@@ -1,4 +1,4 @@
-"""The command line: ``pycomm schedule``, ``pipeline``, ``tune``, ``bench``; each a file and a line here.
+"""The command line: ``pycomm schedule``, ``pipeline``, ``tune``, ``ps``, ``bench``: a file and a line each.
 
 Exit codes: 0 all is well, 1 something is proved wrong or has failed, 2 a bad argument. torch is imported by a
 command that needs it, not by this module; a command whose file imports torch is listed in ``_LATER``.
@@ -13,6 +13,7 @@ import typer
 import typer.core
 
 from pycomm.cli import pipeline, schedule
+from pycomm.cli.ps import ps
 from pycomm.cli.tune import tune
 
 __all__ = ["app", "main"]
@@ -45,6 +46,7 @@ app = typer.Typer(
 app.add_typer(schedule.app, name="schedule")
 app.add_typer(pipeline.app, name="pipeline")
 app.command()(tune)
+app.command()(ps)
 
 
 def _print_version(asked: bool) -> None:
