@@ -2,125 +2,9 @@
 
 #include <algorithm>
 
-#include "engine/cuda/cut.h"
-#include "kernels/reduce.h"
+#include "engine/cuda/rounds_binding.h"
 
 namespace pycomm::cuda {
-
-namespace {
-
-constexpr size_t kAlign = 256;
-size_t aligned(size_t n_bytes) { return (n_bytes + kAlign - 1) / kAlign * kAlign; }
-
-// What is decided before anything is issued: in which type and memory the rounds work.
-struct Binding {
-  DType dtype = DType::kUInt8;   // of the rounds
-  ReduceOp op = ReduceOp::kSum;  // of the rounds
-  bool own_in = false;           // they read a copy of the input (cast, or multiplied)
-  bool own_out = false;          // they write to scratch, and the result is cast or copied at the end
-  bool divide_last = false;      // avg: outputs are divided when all rounds are done
-  size_t in_bytes = 0, out_bytes = 0, tile_bytes = 0;  // of scratch
-  uint32_t window = 1;
-};
-
-Status refuse(const RoundsCall& call, Code code, const std::string& why) {
-  return Status::error(code, format("%s/%s over NCCL: %s", collective_name(call.plan->collective),
-                                    call.plan->algorithm, why.c_str()));
-}
-
-Status check(const RoundsCall& call) {
-  const RoundPlan& p = *call.plan;
-  if (!call.counts.empty()) {
-    uint64_t sum = 0;
-    for (const uint64_t c : call.counts) sum += c;
-    if (call.counts.size() != p.n_parts || sum != call.count) {
-      return refuse(call, Code::kValue,
-                    format("%zu counts with a sum of %llu, expected %u with a sum of %llu",
-                           call.counts.size(), static_cast<unsigned long long>(sum), p.n_parts,
-                           static_cast<unsigned long long>(call.count)));
-    }
-  }
-  if (p.reduces() && !reduce_supported(call.dtype, call.op)) {
-    return refuse(call, Code::kValue,
-                  format("%s is not defined for %s, which has %s", reduce_op_name(call.op),
-                         dtype_name(call.dtype), defined_ops(call.dtype).c_str()));
-  }
-  if (p.reduces() && call.deterministic && !p.deterministic) {
-    return refuse(call, Code::kValue,
-                  "does not add in the canonical order, which deterministic=True asks for");
-  }
-  if (!call.wire.has_value()) return Status();
-  const bool smaller = is_low_precision(*call.wire) && call.dtype == DType::kFloat32;
-  if (!smaller || !p.reduces()) {
-    return refuse(
-        call, Code::kValue,
-        format("%s on the wire for %s; expected a reduction of float32 and float16, bfloat16, float8_e4m3fn "
-               "or float8_e5m2 on the wire",
-               dtype_name(*call.wire), dtype_name(call.dtype)));
-  }
-  if (call.deterministic && !p.complete) {
-    return refuse(call, Code::kValue,
-                  "rounds on the wire at each hop, so it cannot be deterministic; use direct");
-  }
-  return Status();
-}
-
-DType rounds_dtype(const RoundsCall& call) {
-  const RoundPlan& p = *call.plan;
-  if (!p.reduces()) return call.dtype;
-  if (call.wire.has_value()) return *call.wire;
-  const bool widen = is_low_precision(call.dtype) &&
-                     (call.op == ReduceOp::kPremulSum || (call.deterministic && !p.complete));
-  return widen ? DType::kFloat32 : call.dtype;
-}
-
-Cut cut_for(const RoundsCall& call, size_t slice_bytes) {
-  return Cut(*call.plan, call.count, call.counts, dtype_size(call.dtype),
-             slice_bytes / dtype_size(rounds_dtype(call)));
-}
-
-Binding bind(const RoundsCall& call, const Cut& cut) {
-  const RoundPlan& p = *call.plan;
-  Binding b;
-  b.dtype = rounds_dtype(call);
-  b.op = call.op;
-  if (p.reduces()) {
-    const bool premul = call.op == ReduceOp::kPremulSum;
-    b.own_in = premul || b.dtype != call.dtype;
-    // In place the rounds want input and output in one, so a copied input brings an output of its own along.
-    b.own_out = b.dtype != call.dtype || (b.own_in && p.in_place);
-    if (premul) b.op = ReduceOp::kSum;
-    b.divide_last = call.op == ReduceOp::kAvg && !p.complete;
-    if (b.divide_last) b.op = ReduceOp::kSum;
-  }
-  const size_t size = dtype_size(b.dtype);
-  const bool joint = p.in_place && b.own_in;
-  if (joint) {
-    b.in_bytes = aligned(cut.count() * size);
-  } else {
-    if (b.own_in) b.in_bytes = aligned(cut.in().len * size);
-    if (b.own_out) b.out_bytes = aligned(cut.out().len * size);
-  }
-  b.window = std::max(1u, std::min(NcclRounds::kWindow, cut.n_tiles()));
-  b.tile_bytes = (p.n_scratch + p.n_staging) * aligned(cut.slice() * size);
-  return b;
-}
-
-// In place: one address for what both tensors hold. Else they have nothing in common.
-Status check_memory(const RoundsCall& call, const Cut& cut) {
-  const size_t size = dtype_size(call.dtype);
-  if (cut.in().len == 0 || cut.out().len == 0) return Status();
-  const auto in = reinterpret_cast<uintptr_t>(call.in), out = reinterpret_cast<uintptr_t>(call.out);
-  if (call.plan->in_place) {
-    if (in - cut.in().first * size == out - cut.out().first * size) return Status();
-    return refuse(call, Code::kValue, "the plan is in place, and input and output do not lie accordingly");
-  }
-  const bool apart = in + cut.in().len * size <= out || out + cut.out().len * size <= in;
-  return apart ? Status()
-               : refuse(call, Code::kValue, "input and output overlap, and the plan is not in place");
-}
-
-}  // namespace
 
 // One call under way.
 class NcclRounds::Run {
@@ -147,6 +31,7 @@ class NcclRounds::Run {
       if (b.own_out) out_ = at + b.in_bytes - cut.out().first * size_;
     }
     tiles_ = at + b.in_bytes + b.out_bytes;
+    if (call.codes.has_value()) codes_ = BlockCodes{*call.codes};
   }
 
   Status all() {
@@ -156,7 +41,9 @@ class NcclRounds::Run {
       const uint32_t n = std::min(b_.window, cut_.n_tiles() - first);
       for (const PlanRound& round : plan_.rounds) {
         for (uint32_t t = 0; t < n; t++) {
+          PYCOMM_RETURN_IF_ERROR(encode(round, first + t, t));
           PYCOMM_RETURN_IF_ERROR(transfer(round, first + t, t));
+          PYCOMM_RETURN_IF_ERROR(decode(round, first + t, t));
           PYCOMM_RETURN_IF_ERROR(compute(round, first + t, t));
         }
       }
@@ -191,8 +78,34 @@ class NcclRounds::Run {
     return o.staged ? place(plan_.n_scratch + o.at, slot) : address(o.at, tile, slot);
   }
 
+  // With codes: where the message of a send, or of a receive, lies. A chunk that goes to several peers has
+  // one.
+  std::byte* message(size_t number, uint32_t slot) const {
+    const size_t before = (plan_.n_scratch + plan_.n_staging) * aligned(cut_.slice() * size_);
+    return tiles_ + slot * b_.tile_bytes + before + number * b_.message_bytes;
+  }
+  static size_t first_of(const PlanRound& round, uint32_t chunk) {
+    size_t i = 0;
+    while (round.sends[i].chunk != chunk) i++;
+    return i;
+  }
+  const void* outgoing(const PlanRound& round, size_t i, uint32_t tile, uint32_t slot) const {
+    const uint32_t chunk = round.sends[i].chunk;
+    return codes_ ? message(first_of(round, chunk), slot) : address(chunk, tile, slot);
+  }
+  void* incoming(const PlanRound& round, size_t i, uint32_t tile, uint32_t slot) const {
+    return codes_ ? message(b_.n_outgoing + i, slot) : address(round.recvs[i].place, tile, slot);
+  }
+  size_t bytes_of(uint32_t part, uint32_t tile) const {
+    const uint64_t n = cut_.slice_len(part, tile);
+    return codes_ && n > 0 ? codes_->message_bytes(n) : n * size_;
+  }
+
   Status begin();
   Status end();
+  Status encode(const PlanRound& round, uint32_t tile, uint32_t slot);
+  Status decode(const PlanRound& round, uint32_t tile, uint32_t slot);
+  Status local_work(uint32_t slot);
   Status transfer(const PlanRound& round, uint32_t tile, uint32_t slot);
   Status compute(const PlanRound& round, uint32_t tile, uint32_t slot);
   Status launch(const Batch& batch, uint32_t tile, uint32_t slot);
@@ -208,6 +121,7 @@ class NcclRounds::Run {
   std::vector<Slot> slots_;
   std::byte *in_, *out_;  // where element 0 of the vector would be
   std::byte* tiles_;
+  std::optional<BlockCodes> codes_;
 };
 
 // The input in the rounds' type and, for premul_sum, times the factor.
@@ -240,42 +154,80 @@ Status NcclRounds::Run::end() {
   return cast(call_.dtype, b_.dtype, {&all, 1}, 1.0f, streams_.reduce());
 }
 
-// The round's group, after the tile's reductions of the rounds before. Empty slices do not travel.
+// Lets the reduce stream go on with this tile: after its transfers so far.
+Status NcclRounds::Run::local_work(uint32_t slot) {
+  if (slots_[slot].travels) PYCOMM_RETURN_IF_ERROR(streams_.wait(streams_.reduce(), travelled(slot)));
+  slots_[slot].travels = false;
+  return Status();
+}
+
+// With codes: the messages of all chunks that leave in the round. Inputs stay as they are; of a result the
+// owner keeps what it sends.
+Status NcclRounds::Run::encode(const PlanRound& round, uint32_t tile, uint32_t slot) {
+  if (!codes_ || round.sends.empty()) return Status();
+  PYCOMM_RETURN_IF_ERROR(local_work(slot));
+  for (size_t i = 0; i < round.sends.size(); i++) {
+    const uint32_t chunk = round.sends[i].chunk, part = plan_.part[chunk];
+    const uint64_t n = cut_.slice_len(part, tile);
+    if (n == 0 || first_of(round, chunk) != i) continue;
+    float* residual = call_.residual;
+    if (residual != nullptr) residual += cut_.start(part) + cut_.slice() * tile;
+    PYCOMM_RETURN_IF_ERROR(codes_->encode(message(i, slot),
+                                          reinterpret_cast<float*>(address(chunk, tile, slot)), n, residual,
+                                          chunk >= plan_.n_in, streams_.reduce()));
+  }
+  slots_[slot].computes = true;
+  return streams_.record(streams_.reduce(), computed(slot));
+}
+
+Status NcclRounds::Run::decode(const PlanRound& round, uint32_t tile, uint32_t slot) {
+  if (!codes_ || round.recvs.empty()) return Status();
+  PYCOMM_RETURN_IF_ERROR(local_work(slot));
+  for (size_t i = 0; i < round.recvs.size(); i++) {
+    const uint64_t n = cut_.slice_len(round.recvs[i].part, tile);
+    if (n == 0) continue;
+    float* const to = reinterpret_cast<float*>(address(round.recvs[i].place, tile, slot));
+    PYCOMM_RETURN_IF_ERROR(codes_->decode(to, message(b_.n_outgoing + i, slot), n, streams_.reduce()));
+  }
+  slots_[slot].computes = true;
+  return streams_.record(streams_.reduce(), computed(slot));
+}
+
+// The round's group, after the tile's local work of the rounds before. Empty slices do not travel.
 Status NcclRounds::Run::transfer(const PlanRound& round, uint32_t tile, uint32_t slot) {
-  const auto n_bytes = [&](uint32_t part) { return cut_.slice_len(part, tile) * size_; };
   bool any = false;
-  for (const Outgoing& s : round.sends) any |= n_bytes(plan_.part[s.chunk]) > 0;
-  for (const Landing& r : round.recvs) any |= n_bytes(r.part) > 0;
+  for (const Outgoing& s : round.sends) any |= bytes_of(plan_.part[s.chunk], tile) > 0;
+  for (const Landing& r : round.recvs) any |= bytes_of(r.part, tile) > 0;
   if (!any) return Status();
   if (slots_[slot].computes) PYCOMM_RETURN_IF_ERROR(streams_.wait(streams_.comm(), computed(slot)));
   slots_[slot].computes = false;
 
   const nccl::Api& api = comm_.api();
+  const Stream stream = streams_.comm();
   PYCOMM_RETURN_IF_ERROR(comm_.start_group());
-  for (const Outgoing& s : round.sends) {
-    const size_t n = n_bytes(plan_.part[s.chunk]);
+  for (size_t i = 0; i < round.sends.size(); i++) {
+    const size_t n = bytes_of(plan_.part[round.sends[i].chunk], tile);
     if (n == 0) continue;
+    const void* const from = outgoing(round, i, tile, slot);
     PYCOMM_RETURN_IF_ERROR(comm_.in_group(
-        api.send(address(s.chunk, tile, slot), n, nccl::kUInt8, s.peer, comm_.raw(), streams_.comm()),
-        "ncclSend"));
+        api.send(from, n, nccl::kUInt8, round.sends[i].peer, comm_.raw(), stream), "ncclSend"));
   }
-  for (const Landing& r : round.recvs) {
-    const size_t n = n_bytes(r.part);
+  for (size_t i = 0; i < round.recvs.size(); i++) {
+    const size_t n = bytes_of(round.recvs[i].part, tile);
     if (n == 0) continue;
-    PYCOMM_RETURN_IF_ERROR(comm_.in_group(
-        api.recv(address(r.place, tile, slot), n, nccl::kUInt8, r.peer, comm_.raw(), streams_.comm()),
-        "ncclRecv"));
+    void* const to = incoming(round, i, tile, slot);
+    PYCOMM_RETURN_IF_ERROR(
+        comm_.in_group(api.recv(to, n, nccl::kUInt8, round.recvs[i].peer, comm_.raw(), stream), "ncclRecv"));
   }
   PYCOMM_RETURN_IF_ERROR(comm_.end_group(patience_));
   slots_[slot].travels = true;
-  return streams_.record(streams_.comm(), travelled(slot));
+  return streams_.record(stream, travelled(slot));
 }
 
 // The round's reductions and copies, after the tile's transfers so far.
 Status NcclRounds::Run::compute(const PlanRound& round, uint32_t tile, uint32_t slot) {
   if (round.batches.empty()) return Status();
-  if (slots_[slot].travels) PYCOMM_RETURN_IF_ERROR(streams_.wait(streams_.reduce(), travelled(slot)));
-  slots_[slot].travels = false;
+  PYCOMM_RETURN_IF_ERROR(local_work(slot));
   for (const Batch& batch : round.batches) PYCOMM_RETURN_IF_ERROR(launch(batch, tile, slot));
   slots_[slot].computes = true;
   return streams_.record(streams_.reduce(), computed(slot));
@@ -308,18 +260,18 @@ NcclRounds::NcclRounds(nccl::NcclComm& comm, DeviceStreams& streams, size_t slic
     : comm_(comm), streams_(streams), slice_bytes_(slice_bytes) {}
 
 Status NcclRounds::scratch_bytes(const RoundsCall& call, size_t* out) const {
-  PYCOMM_RETURN_IF_ERROR(check(call));
+  PYCOMM_RETURN_IF_ERROR(check_rounds(call));
   const Cut cut = cut_for(call, slice_bytes_);
-  const Binding b = bind(call, cut);
+  const Binding b = bind_rounds(call, cut);
   *out = b.in_bytes + b.out_bytes + b.window * b.tile_bytes;
   return Status();
 }
 
 Status NcclRounds::run(const RoundsCall& call, void* scratch, const nccl::Patience& patience) {
-  PYCOMM_RETURN_IF_ERROR(check(call));
+  PYCOMM_RETURN_IF_ERROR(check_rounds(call));
   const Cut cut = cut_for(call, slice_bytes_);
   PYCOMM_RETURN_IF_ERROR(check_memory(call, cut));
-  const Binding b = bind(call, cut);
+  const Binding b = bind_rounds(call, cut);
   return Run(*this, call, cut, b, scratch, patience).all();
 }
 

@@ -13,6 +13,11 @@
 // With `wire`, float32 data are cast to that type first, travel and are combined in it (rounded at each hop,
 // as if it were the tensor's type), and are cast back: every rank ends with what the owner sent.
 //
+// With `codes`, float32 data travel as block codes (block_codes.h), in the direct algorithm only:
+// contributions are encoded where they are sent, an owner combines them with its own in float32, and encodes
+// the result once more for all; it keeps what it sent, so all ranks have the same bits. `residual` is error
+// feedback, one float32 for each element of the vector, kept by the caller from call to call.
+//
 // The caller gives scratch memory, keeps all memory until the stream has passed, makes streams.comm() wait
 // for the inputs, and finds the outputs written when streams.comm() has passed what is on it. One thread.
 // Cost: the schedule's rounds and bytes; a group and at most a launch per reduction depth for each round and
@@ -26,6 +31,7 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "engine/cuda/block_codes.h"
 #include "engine/cuda/round_plan.h"
 #include "engine/cuda/streams.h"
 #include "transport/cuda/nccl_comm.h"
@@ -42,7 +48,9 @@ struct RoundsCall {
   ReduceOp op = ReduceOp::kSum;
   double scalar = 1;  // premul_sum: this rank's factor
   bool deterministic = false;
-  std::optional<DType> wire;  // float16, bfloat16, float8: of float32 tensors
+  std::optional<DType> wire;   // float16, bfloat16, float8: of float32 tensors
+  std::optional<DType> codes;  // int8, float8_e4m3fn, float16, bfloat16: of float32 tensors, with direct
+  float* residual = nullptr;   // with codes
 };
 
 class NcclRounds {

@@ -43,6 +43,14 @@ struct Ending {
   Result result = kSuccess;
 };
 
+// Keeps the place of a communicator that is not wanted any more: NCCL may write to it at any time.
+void abandon(std::unique_ptr<Comm> place) {
+  static std::mutex mutex;
+  static auto* const places = new std::vector<std::unique_ptr<Comm>>;  // for good
+  const std::lock_guard lock(mutex);
+  places->push_back(std::move(place));
+}
+
 }  // namespace
 
 NcclComm::~NcclComm() { (void)abort(); }  // nobody is left to be told; abort() is there for who wants to know
@@ -94,8 +102,8 @@ Status NcclComm::init(const UniqueId& id, int n_ranks, int rank, int device, con
   if (made.comm_ == nullptr) return made.failure(result, "ncclCommInitRankConfig");
   Status s = made.settle(result, "ncclCommInitRankConfig", patience);
   if (!s.ok()) {
-    (void)place.release();  // NCCL may write to it at any time
-    (void)made.abort();     // what went wrong first is what matters
+    abandon(std::move(place));
+    (void)made.abort();  // what went wrong first is what matters
     return s;
   }
   *out = std::move(made);
@@ -108,7 +116,7 @@ Status NcclComm::adopt(std::unique_ptr<Comm> place, Result result, const char* w
                        NcclComm* out) {
   Status s = settle(result, what, patience);
   if (!s.ok()) {
-    (void)place.release();  // NCCL may write to it at any time
+    abandon(std::move(place));
     return s;
   }
   if (*place == nullptr) return Status();  // this rank has no part in it
