@@ -59,6 +59,11 @@ Status Channel::open(int fd, Session session, std::unique_ptr<Channel>* out) {
 
 Channel::~Channel() { ::close(fd_); }
 
+void Channel::cut_off() {
+  const linger none{1, 0};
+  (void)setsockopt(fd_, SOL_SOCKET, SO_LINGER, &none, sizeof none);
+}
+
 Status Channel::lost(const char* doing, int err) const {
   const char* why = err == 0 ? "it closed the connection"
                     : err == ETIMEDOUT

@@ -50,6 +50,8 @@ class Channel {
   // so; then the parts keep their contents until zero_copy() has completed that send.
   Status write_plain(const iovec* parts, int n_parts, int flags, size_t* n_written, bool* begun);
   ZeroCopy& zero_copy() { return zero_copy_; }
+  // To be destroyed at once: a reset, so that the kernel sends nothing more.
+  void cut_off();
   // 0 and OK: would block. kPeerLost with a text on a reset, at the end of the stream, and for a broken
   // record.
   Status read(const iovec* parts, int n_parts, size_t* n_read);

@@ -95,7 +95,7 @@ Net::~Net() {
 
 void Net::close_in_child() {
   for (Peer& p : peers_) {
-    for (Sender& s : p.lanes) s.abandon();
+    for (Sender& s : p.lanes) s.let_go();
   }
   receivers_.clear();
   listener_.reset();

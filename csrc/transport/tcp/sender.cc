@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace pycomm {
 
@@ -63,13 +64,13 @@ void Sender::finish_first() {
   Outgoing m = std::move(queue_.front());
   queue_.pop_front();
   done_ -= sizeof(MessageHeader) + m.header.n_bytes;
+  const bool without_copy = std::exchange(without_copy_, false);
   // (Its beginning may have been acknowledged before its end went as a copy: then nothing is pending.)
-  if (without_copy_ && channel_->zero_copy().pending()) {
+  if (without_copy && channel_->zero_copy().pending()) {
     unacknowledged_.push_back({std::move(m), channel_->zero_copy().n_begun()});
   } else if (m.sink != nullptr) {
-    m.sink->sent(m.token);
+    m.sink->sent(m.token);  // last: it may send more, and so come back here
   }
-  without_copy_ = false;
 }
 
 // Its header, which moves within the queue, as a copy, its payload without one.
@@ -159,6 +160,7 @@ Status Sender::pump() {
     if (channel_ == nullptr) return Status();
   }
   reap();
+  if (channel_ == nullptr) return Status();  // a sink sent more in there, and the connection was broken
   bool blocked = false;
   if (channel_->unsent()) {
     PYCOMM_RETURN_IF_ERROR(channel_->flush());
@@ -191,6 +193,11 @@ uint32_t Sender::forget(const Sink* sink) {
 }
 
 std::deque<Outgoing> Sender::abandon() {
+  if (channel_ != nullptr && channel_->zero_copy().pending()) channel_->cut_off();
+  return let_go();
+}
+
+std::deque<Outgoing> Sender::let_go() {
   if (greeting_) ::close(fd_);
   greeting_.reset();
   connector_.reset();

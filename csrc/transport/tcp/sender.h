@@ -44,12 +44,18 @@ class Sender {
   // Drops what is queued for this sink, and says how many messages; what has begun to leave is copied first.
   // (What has left without a copy the kernel may still read, to send it again; it keeps the pages itself.)
   uint32_t forget(const Sink* sink);
-  // Takes what has not left, for the sinks to be told.
+  // Ends the connection, and takes what has not left. Memory that the kernel was still to read is the owners'
+  // again: what they write there does not reach the peer.
   std::deque<Outgoing> abandon();
+  // The same in a forked child, whose parent has the connection, too, and goes on with it.
+  std::deque<Outgoing> let_go();
 
   bool idle() const { return connector_ == nullptr && channel_ == nullptr && !greeting_; }
   bool is_open() const { return channel_ != nullptr; }
-  bool empty() const { return queue_.empty() && (channel_ == nullptr || !channel_->unsent()); }
+  // Nothing of this process's memory is still to be read, neither here nor by the kernel.
+  bool empty() const {
+    return queue_.empty() && unacknowledged_.empty() && (channel_ == nullptr || !channel_->unsent());
+  }
   int fd() const { return fd_; }
   const Channel* channel() const { return channel_.get(); }
 
