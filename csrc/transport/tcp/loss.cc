@@ -108,10 +108,19 @@ bool Net::receives_from(int peer) const {
 void Net::cannot_send(int peer, Status why) {
   Peer& p = peers_[static_cast<size_t>(peer)];
   if (!p.lost.ok() || !p.broken.ok()) return;
-  if (!receives_from(peer)) return lose(peer, std::move(why));
+  if (!receives_from(peer)) return lose(peer, p.differs.ok() ? std::move(why) : p.differs.clone());
   p.broken = std::move(why);
   p.broken_at_s = clock_s();
   for (Sender& s : p.lanes) s.abandon();
+}
+
+// A process whose settings are others ends when it is told so: that our own connection to it is then refused
+// or reset is not the reason.
+void Net::note_difference(const Receiver& receiver, const Status& why) {
+  const Terms& its = receiver.claims();
+  if (its.job != terms().job || its.from_rank >= peers_.size()) return;
+  Status& differs = peers_[its.from_rank].differs;
+  if (differs.ok()) differs = why.clone();
 }
 
 void Net::end(Receiver* receiver, const Status& why) {
@@ -122,6 +131,8 @@ void Net::end(Receiver* receiver, const Status& why) {
   } else if (receiver->refused()) {
     log_line(LogLevel::kWarning,
              format("rank %d refused a connection: %s", options_.rank, why.message().c_str()));
+  } else if (peer < 0 && why.code() == Code::kMismatch) {
+    note_difference(*receiver, why);
   }
   again_.erase(receiver->number);
   receivers_.erase(receiver->number);

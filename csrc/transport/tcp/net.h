@@ -117,6 +117,7 @@ class Net final : public Forkable {
     std::string name;
     std::vector<Sender> lanes;
     Status lost;
+    Status differs;  // why its first connection to us was turned away, where it and we do not fit together
     // Nothing can be sent to it any more; but what it has sent may still be on its way, and counts.
     Status broken;
     double broken_at_s = 0;
@@ -158,6 +159,7 @@ class Net final : public Forkable {
   void tell_left(int peer, uint64_t group, const std::string& why);
   void look_at_peers(double now_s);
   void end(Receiver* receiver, const Status& why);
+  void note_difference(const Receiver& receiver, const Status& why);
   void tick();
   void beat(double now_s);
   Terms terms() const;

@@ -39,6 +39,7 @@ class Receiver {
   int peer() const { return peer_; }  // -1 before it has been authenticated and admitted
   uint32_t lane() const { return lane_; }
   bool refused() const { return refused_; }                 // by `admit`
+  const Terms& claims() const { return greeting_.peer(); }  // when authenticated
   std::string who() const { return greeting_.peer().who; }  // "host b, pid 811"; when authenticated
   const Address& from() const { return from_; }
   bool greeting() const { return channel_ == nullptr; }

@@ -29,11 +29,12 @@ class Notes final : public Sink {
   void tick() override {}
 };
 
-std::shared_ptr<Net> make_net(int rank, const std::string& host) {
+std::shared_ptr<Net> make_net(int rank, const std::string& host, const std::string& settings = "test") {
   NetOptions o;
   o.rank = rank;
   o.size = 2;
-  o.job = o.settings_text = "test";
+  o.job = "test";
+  o.settings_text = settings;
   o.host = host;
   std::array<uint8_t, Secret::kBytes> bytes;
   for (size_t i = 0; i < bytes.size(); i++) bytes[i] = static_cast<uint8_t>(7 * i + 1);
@@ -97,6 +98,32 @@ TEST(Net, ASecondProcessOfTheSameRankIsRefused) {
     const auto lock = net->lock();
     net->detach(kGroup, "");
   }
+}
+
+// It ends when it is told; then it is not there any more for our own connection, which is not the reason.
+TEST(Net, AProcessOfOtherSettingsIsNamedWithThemAfterItsEnd) {
+  Notes at0, at1;
+  const auto zero = make_net(0, "a", "sockets 2");
+  auto one = make_net(1, "b", "sockets 3");
+  const std::vector<Address> addresses{zero->address(), one->address()};
+  for (const auto& [net, notes] : {std::pair(zero, &at0), std::pair(one, &at1)}) {
+    net->set_peers(addresses, {"rank 0", "rank 1"});
+    const auto lock = net->lock();
+    net->attach(kGroup, notes);
+  }
+  send(*one, 0, 1);
+  ASSERT_TRUE(eventually(*one, [&] { return at1.gone.contains(0); }));
+  {
+    const auto lock = one->lock();
+    one->detach(kGroup, "");
+  }
+  one.reset();
+  send(*zero, 1, 1);
+  ASSERT_TRUE(eventually(*zero, [&] { return at0.gone.contains(1); }));
+  const auto lock = zero->lock();
+  for (const char* what : {"rank 1 (host b, pid", "sockets 2", "sockets 3"})
+    EXPECT_NE(at0.gone[1].find(what), std::string::npos) << at0.gone[1];
+  zero->detach(kGroup, "");
 }
 
 }  // namespace
