@@ -212,7 +212,7 @@ def _faults_of(rank: int, report: Report, took_s: float, expect: Expect, scene: 
                 yield f"names none of the ranks {blamed}: {report.text}"
         if not re.search(must, report.text):
             yield f"does not say {must!r}: {report.text}"
-        if report.joined and report.outcome != "OSError" and report.again != report.outcome:
+        if report.joined and report.again != report.outcome:
             yield f"the next call raised {report.again or 'nothing'} after {report.outcome}"
     if report.close_s > 5:
         yield f"close() took {report.close_s:.1f} s"

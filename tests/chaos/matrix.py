@@ -170,8 +170,7 @@ ROWS: dict[str, Row] = {
         {
             **between_hosts(
                 Expect(
-                    # The last is Python's own: it opens a file to import a module.
-                    ("PeerLostError", "completed", "OSError"),
+                    ("PeerLostError", "completed"),
                     within_s=3.0,
                     # The last rank; or, where connections are only being made, one that ended because of it.
                     says="rank [0-3] |Too many open files",

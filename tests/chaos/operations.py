@@ -91,6 +91,7 @@ OPERATIONS: dict[str, Callable[[pycomm.Communicator], Step]] = {
 
 
 def warm_up() -> None:
-    """Whatever torch starts once in a process: threads of autograd are no leak of a communicator's."""
+    """What a process starts and opens once: threads of autograd, files of modules; no leak, and no fault."""
+    assert pycomm.DistributedDataParallel is not None  # imported when it is first asked for
     x = torch.ones(3, requires_grad=True)
     (x * 2).sum().backward()

@@ -100,7 +100,7 @@ def life(rank: int, job: Job, board: Board) -> Report:
         report.outcome, report.text = type(error).__name__, str(error)
     report.at_s = time.monotonic()
     if comm is not None:
-        if report.outcome != "completed":
+        if comm._c.failed:
             report.again = raised_by(comm.barrier)
         begin_s = time.monotonic()
         comm.close()
