@@ -114,6 +114,14 @@ void Net::cannot_send(int peer, Status why) {
   for (Sender& s : p.lanes) s.abandon();
 }
 
+// Who only sends to a peer learns of its end here, not when it next has something to send.
+void Net::hung_up(int peer, int lane) {
+  Sender& sender = peers_[static_cast<size_t>(peer)].lanes[static_cast<size_t>(lane)];
+  if (!sender.is_open()) return;
+  Status s = sender.ended();
+  if (!s.ok()) cannot_send(peer, std::move(s));
+}
+
 // A process whose settings are others ends when it is told so: that our own connection to it is then refused
 // or reset is not the reason.
 void Net::note_difference(const Receiver& receiver, const Status& why) {

@@ -324,7 +324,12 @@ void Net::turn(std::unique_lock<std::mutex>& l, int timeout_ms) {
         break;
       }
       case Of::kReceiver: again.insert(number); break;
-      case Of::kSender: pump(static_cast<int>(number >> 16), static_cast<int>(number & 0xffff)); break;
+      case Of::kSender: {
+        const int peer = static_cast<int>(number >> 16), lane = static_cast<int>(number & 0xffff);
+        pump(peer, lane);
+        if ((events[i].events & (EPOLLRDHUP | EPOLLHUP)) != 0) hung_up(peer, lane);
+        break;
+      }
     }
   }
   for (const uint64_t number : again) {

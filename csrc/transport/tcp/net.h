@@ -150,6 +150,7 @@ class Net final : public Forkable {
   void watch(int fd, uint64_t what);
   void lose(int peer, Status why);
   void cannot_send(int peer, Status why);
+  void hung_up(int peer, int lane);
   void answer(int peer, const MessageHeader& question);
   void note_state(int witness, const MessageHeader& header, std::string text);
   Status admit(const Receiver& fresh, int peer, uint32_t lane) const;

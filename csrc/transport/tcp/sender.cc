@@ -170,6 +170,12 @@ Status Sender::pump() {
   return Status();
 }
 
+Status Sender::ended() {
+  std::byte none;
+  size_t n = 0;
+  return channel_->read(&none, 1, &n);
+}
+
 uint32_t Sender::forget(const Sink* sink) {
   uint32_t n_dropped = 0;
   for (Unacknowledged& u : unacknowledged_) {

@@ -40,6 +40,8 @@ class Sender {
   Link look(double now_s);
   // Goes on: connects, greets, writes until the socket is full.
   Status pump();
+  // Of an open connection: whether the peer has closed it. Nothing else ever comes on it.
+  Status ended();
   void push(Outgoing message) { queue_.push_back(std::move(message)); }
   // Drops what is queued for this sink, and says how many messages; what has begun to leave is copied first.
   // (What has left without a copy the kernel may still read, to send it again; it keeps the pages itself.)
