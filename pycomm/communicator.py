@@ -319,11 +319,16 @@ class Communicator(Collectives, PointToPoint):
         return f"<pycomm.Communicator rank {self.rank} of {self.size}, {state}>"
 
 
+def ended_by(what: str, error: BaseException) -> str:
+    """Why this rank is gone, for those that still need it."""
+    return f"{what} ended with {type(error).__name__}" + (f": {error}" if str(error) else "")
+
+
 @atexit.register
 def _close_all() -> None:
     # Progress threads must be gone before the interpreter's memory is.
     error: BaseException | None = getattr(sys, "last_value", None)
-    last_words = "" if error is None else f"the program ended with {type(error).__name__}: {error}"
+    last_words = "" if error is None else ended_by("the program", error)
     for comm in list(_open):
         if last_words and comm._works.pending():
             # Nobody will read the results, and the peers of these calls may themselves wait for this rank.

@@ -87,7 +87,7 @@ def _came(store: Any, key: str, end_s: float, moved: Callable[[], bool] = lambda
     pause_s = 1e-3
     while not store.check([key]):
         if moved():
-            raise MovedError(key)
+            raise MovedError(f"rank 0 does not wait at {key} any more")
         if time.monotonic() > end_s:
             return False
         time.sleep(pause_s)
@@ -138,6 +138,8 @@ def exchange(
             missing, texts = ["0"], []
         if not missing:
             return [str(t) for t in texts]
+    except MovedError:  # a RuntimeError too, as every CommError
+        raise
     except RuntimeError as error:  # a FileStore raises nothing more special
         raise CommError(
             f"rank {rank} of {size} asked the {type(store).__name__} for the other ranks: "
@@ -215,7 +217,7 @@ def meet(
     me = f"{host_id()}\n{secrets.token_hex(8)}"
     told_hosts = exchange(store, f"{key}/hosts", rank, size, me, timeout, moved)
     if told_hosts[rank] != me:  # who had this rank in an earlier life met them there
-        raise MovedError(key)
+        raise MovedError(f"rank {rank} had met the others at {key} in an earlier life")
     names = [text.partition("\n")[0] for text in told_hosts]
     numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
     if len(numbers) == 1:

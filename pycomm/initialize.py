@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
 from pycomm import _C, arguments, rendezvous, tuning_hosts
 from pycomm.calling import KINDS
-from pycomm.communicator import Communicator
+from pycomm.communicator import _AT_EXIT_S, Communicator, ended_by
 from pycomm.errors import CommError
 from pycomm.hosts import Hosts
 
@@ -37,6 +38,20 @@ def _job_name(meeting: str) -> str:
     return name or f"alone-{os.getpid()}"
 
 
+def _set(core: _C.Communicator) -> None:
+    """What the environment asks for. Behind the meeting: so the others hear when it cannot be had."""
+    try:
+        deterministic = os.environ.get("PYCOMM_DETERMINISTIC", "0")
+        if deterministic not in ("", "0", "1"):
+            raise ValueError(f"PYCOMM_DETERMINISTIC must be 0 or 1, got {deterministic!r}")
+        core.deterministic = deterministic == "1"
+        for collective, name in _forced_algorithms().items():
+            core.force_algorithm(KINDS[collective], name)
+    except ValueError as error:
+        core.close(_AT_EXIT_S, ended_by("init", error))
+        raise
+
+
 def _join_hosts(
     place: rendezvous.Place, hosts: Hosts, timeout: float, call_timeout: float
 ) -> _C.Communicator:
@@ -45,8 +60,13 @@ def _join_hosts(
         core = _C.Communicator.join_hosts(
             place.folder, local_rank, local_size, timeout, call_timeout, hosts.net, hosts.host_of
         )
+        _set(core)
     except CommError as error:
         hosts.all_joined(place.rank, str(error), timeout)
+        raise
+    except ValueError as error:
+        with contextlib.suppress(CommError):  # it says the same, to the others
+            hosts.all_joined(place.rank, str(error), timeout)
         raise
     hosts.all_joined(place.rank, "", timeout)
     return core
@@ -88,19 +108,13 @@ def init(
     else:
         timeout = call_timeout = arguments.seconds("init: timeout", timeout)
     _C.set_log_level(os.environ.get("PYCOMM_LOG_LEVEL", ""))
-    forced = _forced_algorithms()
-    deterministic = os.environ.get("PYCOMM_DETERMINISTIC", "0")
-    if deterministic not in ("", "0", "1"):
-        raise ValueError(f"PYCOMM_DETERMINISTIC must be 0 or 1, got {deterministic!r}")
     place = rendezvous.find(store, group, rank, size, timeout)
     with place.entered():
         if place.hosts is None:
             core = _C.Communicator.join(place.folder, place.rank, place.size, timeout, call_timeout)
+            _set(core)
         else:
             core = _join_hosts(place, place.hosts, timeout, call_timeout)
-    core.deterministic = deterministic == "1"
-    for collective, name in forced.items():
-        core.force_algorithm(KINDS[collective], name)
     comm = Communicator(core)
     comm._met_in = place.meeting
     comm._show(_job_name(place.meeting), "", place.rank)

@@ -258,9 +258,11 @@ void Remote::arrived(int peer, const MessageHeader& h, std::byte* data, std::uni
     case RemoteKind::kFail:
       if (h.n_bytes < 1) return;
       if (!group_.failed()) told_ = heard_ = true;  // whoever said so tells the others
-      group_.fail(Status::error(
-          static_cast<Code>(data[0]),
-          name(from) + " failed: " + std::string(reinterpret_cast<const char*>(data) + 1, h.n_bytes - 1)));
+      group_.fail(
+          Status::error(static_cast<Code>(data[0]),
+                        // A mismatch has both calls in it, and who sees it first is not to blame.
+                        (static_cast<Code>(data[0]) == Code::kMismatch ? "" : name(from) + " failed: ") +
+                            std::string(reinterpret_cast<const char*>(data) + 1, h.n_bytes - 1)));
       return;
     case RemoteKind::kGreet: return compare(from, h);
   }

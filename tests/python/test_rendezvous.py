@@ -24,7 +24,7 @@ from test_init import LAUNCHERS, ROOT, environment, free_port, left_in, prove
 
 import pycomm
 from cases import raises
-from hosts_ranks import PLACEMENTS, meet, place, store
+from hosts_ranks import PLACEMENTS, meet, place, store, wait_for
 from pycomm import job_store
 from ranks import run_ranks
 
@@ -304,6 +304,7 @@ def test_ranks_that_differ(what: str, words: tuple[str, ...]) -> None:
             assert took < 12.0, (took, text)
             for word in words:
                 assert word in text
+            assert what != "encryption" or text.count("(host") == 1, f"who is named twice: {text}"
             if what == "link":
                 assert "no route" in text or "timed out" in text or "unreachable" in text, text
 
@@ -319,6 +320,41 @@ def barriers(rank: int, size: int, placement: list[int]) -> None:
 
 def test_a_meeting_has_one_name_on_all_hosts() -> None:
     run_ranks(3, barriers, PLACEMENTS["1+2"])
+
+
+def moves(rank: int, size: int) -> float:
+    """Rank 1 comes first, and finds where rank 0 of an earlier life was."""
+    place(rank, [0, 1])
+    meeting = store(size)
+    if rank == 0:
+        meeting.set("pycomm/none", "/gone/pycomm-earlier")
+        meet(rank, size, "set")
+        wait_for(lambda: meeting.check(["pycomm/none/pycomm-earlier/hosts/1"]))
+    else:
+        meet(rank, size, "set")
+    comm = pycomm.init(store=meeting, rank=rank, size=size, timeout=30)
+    comm.all_reduce(x := torch.ones(3))
+    return float(x[0])
+
+
+def test_a_rank_that_finds_an_earlier_life_of_the_job() -> None:
+    assert run_ranks(2, moves, timeout=60) == [2.0, 2.0]
+
+
+def refused_there(rank: int, size: int, placement: list[int]) -> None:
+    """Rank 1's init fails behind the meeting; the other one is told why."""
+    place(rank, placement, PYCOMM_ALGORITHM="quick" if rank == 1 else "")
+    if rank == 1:
+        with raises(ValueError, "algorithm 'quick' is not one of all_reduce's"):
+            pycomm.init(store=store(size), rank=rank, size=size, timeout=30)
+        return
+    with pytest.raises(pycomm.CommError, match=r"rank 1.*PYCOMM_ALGORITHM: algorithm 'quick' is not one of"):
+        pycomm.init(store=store(size), rank=rank, size=size, timeout=30).barrier()
+
+
+@pytest.mark.parametrize("placement", [[0, 0], [0, 1]])
+def test_an_init_that_fails_behind_the_meeting(placement: list[int]) -> None:
+    run_ranks(2, refused_there, placement, timeout=60)
 
 
 def test_a_wrong_type() -> None:
