@@ -200,7 +200,8 @@ std::string Handshake::peer_text() const {
 Status Handshake::fail(Code code, const std::string& what) {
   state_ = State::kFailed;
   const std::string peer = peer_text();
-  if (peer_name_.starts_with(peer))  // what was expected there has been proved: the name with its address
+  if (peer_name_.starts_with(peer +
+                             " at "))  // what was expected there has been proved: the name with its address
     return Status::error(code, format("%s: %s", peer_name_.c_str(), what.c_str()));
   const std::string at = authenticated_ && !peer_name_.empty() ? " [" + peer_name_ + "]" : "";
   return Status::error(code, format("%s%s: %s", peer.c_str(), at.c_str(), what.c_str()));
