@@ -81,13 +81,21 @@ void Far::sent(uint64_t token) {
   p2p_.end_far(*work);
 }
 
+// Whether this piece continues the message that is coming from that rank, or begins one where none is. The
+// mailbox believes it. (Ranks of this host come through their pipes, into the same mailbox.)
+bool Far::fits(size_t from, const MessageHeader& h) const {
+  if (!p2p_.is_far(static_cast<int>(from)) || h.flags > 1) return false;
+  if (h.extra >= static_cast<uint32_t>(kNumDTypes) || h.count > kMaxMessageBytes) return false;
+  if (h.flags == 1) return to_come_[from] == 0 && h.n_bytes <= h.count && (h.n_bytes > 0 || h.count == 0);
+  return h.n_bytes > 0 && h.n_bytes <= to_come_[from];
+}
+
 void Far::arrived(int peer, const MessageHeader& h, std::byte* data, std::unique_ptr<std::byte[]>) {
   const auto found = ranks_.find(peer);
   if (found == ranks_.end() || h.flags == kGreeting) return;
   const auto from = static_cast<size_t>(found->second);
+  if (!fits(from, h)) return p2p_.fail_far(found->second, h.n_bytes, to_come_[from]);
   if (h.flags == 1) to_come_[from] = h.count;
-  if (h.n_bytes > to_come_[from] || h.extra >= static_cast<uint32_t>(kNumDTypes)) return;  // not ours
-  if ((h.flags != 1 && h.n_bytes == 0) || h.count > kMaxMessageBytes) return;              // nor this
   to_come_[from] -= h.n_bytes;
   const CellHeader cell{h.count, static_cast<uint32_t>(h.n_bytes), static_cast<int32_t>(h.part), h.extra,
                         static_cast<uint32_t>(h.flags == 1)};

@@ -57,6 +57,8 @@ class Far final : public Sink {
   void tick() override {}
 
  private:
+  bool fits(size_t from, const MessageHeader& header) const;
+
   PointToPoint& p2p_;
   std::shared_ptr<Net> net_;
   uint64_t id_;

@@ -1,6 +1,7 @@
 #include "engine/mailbox.h"
 
 #include <cstring>
+#include <new>
 
 namespace pycomm {
 
@@ -13,7 +14,7 @@ Status Arrival::deliver(int rank) const {
         format("recv(source %d, tag %d) on rank %d expects %zu bytes of %s, the message has %zu bytes of %s",
                from, tag, rank, p.n_bytes, dtype_name(p.dtype), n_bytes, dtype_name(dtype)));
   }
-  if (!own.empty()) std::memcpy(p.data, own.data(), n_bytes);
+  if (own != nullptr) std::memcpy(p.data, own.get(), n_bytes);
   return Status();
 }
 
@@ -48,8 +49,10 @@ void Mailbox::begin(int from, const CellHeader& header) {
   }
   if (!a->matched) unexpected_.push_back(a);
   if (a->data == nullptr && a->n_bytes > 0) {
-    a->own.resize(a->n_bytes);
-    a->data = a->own.data();
+    // Not touched before the bytes are there: a message that is only announced takes no memory.
+    a->own.reset(new (std::nothrow) std::byte[a->n_bytes]);
+    if (a->own == nullptr) throw std::bad_alloc();
+    a->data = a->own.get();
   }
 }
 

@@ -38,7 +38,7 @@ struct Arrival {
   size_t n_bytes = 0;
   size_t have = 0;
   std::byte* data = nullptr;  // the recv's tensor, or `own`
-  std::vector<std::byte> own;
+  std::unique_ptr<std::byte[]> own;
   bool matched = false;
   Posted posted{};  // when matched
 

@@ -66,6 +66,20 @@ void PointToPoint::add_far(int from, const CellHeader& header, const std::byte* 
   pipes_.ring(group_.rank());
 }
 
+void PointToPoint::fail_far(int from, uint64_t n_bytes, uint64_t n_awaited) {
+  std::lock_guard lock(mutex_);
+  if (ended_) return;
+  const Status failure = Status::error(
+      Code::kPeerLost,
+      format(
+          "send/recv on rank %d: rank %d sent a piece of %llu bytes that is of no message (%llu bytes of one "
+          "were still to come): do all ranks run the same pycomm?",
+          rank_, from, static_cast<unsigned long long>(n_bytes), static_cast<unsigned long long>(n_awaited)));
+  group_.fail(failure);
+  fail_all(failure);
+  pipes_.ring(group_.rank());
+}
+
 void PointToPoint::no_memory() {
   const Status failure = Status::error(
       Code::kSystem, format("rank %d has no memory for a message that it has not received yet", rank_));

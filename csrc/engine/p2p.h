@@ -77,6 +77,8 @@ class PointToPoint {
   bool begin_far(Work& work);
   void end_far(Work& work);
   void add_far(int from, const CellHeader& header, const std::byte* data);
+  // What this rank sent is no piece of a message.
+  void fail_far(int from, uint64_t n_bytes, uint64_t n_awaited);
   void no_memory();
   Status hopeless(int peer, const std::string& here) const;
   std::string describe(int peer) const;

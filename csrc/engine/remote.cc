@@ -3,7 +3,29 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/text.h"
+
 namespace pycomm {
+
+namespace {
+// As a peer said it; what cannot have been a failure's is kClosed (an interrupt is the other process's own).
+Code failure_code(std::byte said) {
+  switch (static_cast<Code>(said)) {
+    case Code::kValue:
+    case Code::kType:
+    case Code::kSchedule:
+    case Code::kRefused:
+    case Code::kMismatch:
+    case Code::kPeerLost:
+    case Code::kTimeout:
+    case Code::kClosed:
+    case Code::kSystem: return static_cast<Code>(said);
+    case Code::kOk:
+    case Code::kInterrupt: break;
+  }
+  return Code::kClosed;
+}
+}  // namespace
 
 Remote::Remote(std::shared_ptr<Net> net, uint64_t id, std::vector<int> job_ranks, int rank, Group& group)
     : net_(std::move(net)), id_(id), job_ranks_(std::move(job_ranks)), rank_(rank), group_(group) {
@@ -56,6 +78,8 @@ void Remote::begin(uint32_t call, const Signature& sig) {
     }
   }
   probes_.erase(probes_.begin(), probes_.lower_bound({call + 1, 0}));
+  for (auto it = ahead_.begin(); it != ahead_.end() && it->first <= call; it = ahead_.erase(it))
+    n_ahead_bytes_ -= it->second;
 }
 
 void Remote::end(bool well) {
@@ -85,7 +109,7 @@ void Remote::unwanted(int from, const MessageHeader& h) {
 // What a peer called, against what we call, will call or have called.
 void Remote::compare(int from, const MessageHeader& h) {
   if (h.call > call_) {
-    probes_[{h.call, from}] = h;
+    if (may_keep(from, h)) probes_[{h.call, from}] = h;
   } else if (h.call == call_ && active_) {
     entered_[static_cast<size_t>(from)] = true;
     const bool asks = h.kind == static_cast<uint8_t>(RemoteKind::kGreet) && h.flags == kAsks;
@@ -191,7 +215,8 @@ std::byte* Remote::landing(int peer, const MessageHeader& h) {
   if (from < 0 || h.kind != static_cast<uint8_t>(RemoteKind::kData)) return nullptr;
   const auto found = expected_.find({h.call, h.run, h.part, h.flags, from});
   if (found == expected_.end() || found->second.n_bytes != h.n_bytes) return nullptr;
-  if (!agrees(from, h)) return nullptr;
+  if (!agrees(from, h) || found->second.is_landing) return nullptr;
+  found->second.is_landing = found->second.landing != nullptr && h.n_bytes > 0;
   return found->second.landing;
 }
 
@@ -200,6 +225,12 @@ void Remote::take(int from, const MessageHeader& h, const std::byte* data) {
   const auto found = expected_.find(key);
   if (!agrees(from, h)) return;
   moved_at_s_ = monotonic_s();
+  if (found != expected_.end() && found->second.is_landing && data != found->second.landing) {
+    // Were the receive to end with this one, the other would go on into memory that is not ours any more.
+    verdict_ = Status::error(Code::kMismatch, format("%s #%u: rank %d sent one message twice",
+                                                     call_kind_name(sig_.kind), call_, from));
+    return;
+  }
   if (found != expected_.end() && found->second.n_bytes == h.n_bytes) {
     const Expected e = std::move(found->second);
     expected_.erase(found);
@@ -217,6 +248,26 @@ void Remote::take(int from, const MessageHeader& h, const std::byte* data) {
   }
 }
 
+// Room for a message of a call that this rank has not made yet; without it the communicator fails.
+bool Remote::may_keep(int from, const MessageHeader& h) {
+  if (h.call <= call_) return true;  // what a call under way keeps ends with it
+  if (group_.failed()) return false;
+  constexpr size_t kEntry = 256;  // in a map, about
+  const size_t n_bytes = kEntry + h.n_bytes;
+  if (n_ahead_bytes_ + n_bytes > kMaxAheadBytes) {
+    group_.fail(Status::error(
+        Code::kSystem,
+        format("%s is at call #%u and rank %d at #%u, which would have to keep more than %zu MiB "
+               "of messages until then; do all ranks make the same calls?",
+               name(from).c_str(), h.call, rank_, call_, kMaxAheadBytes >> 20)));
+    tell_failure(group_.failure());
+    return false;
+  }
+  ahead_[h.call] += n_bytes;
+  n_ahead_bytes_ += n_bytes;
+  return true;
+}
+
 void Remote::differ(int from, uint64_t theirs, uint64_t ours) {
   if (!verdict_.ok()) return;
   verdict_ = Status::error(
@@ -227,7 +278,8 @@ void Remote::differ(int from, uint64_t theirs, uint64_t ours) {
 
 void Remote::arrived(int peer, const MessageHeader& h, std::byte* data, std::unique_ptr<std::byte[]> own) {
   const int from = rank_of(peer);
-  if (from < 0 || h.kind > static_cast<uint8_t>(RemoteKind::kGreet)) return;
+  if (from < 0 || is_here_[static_cast<size_t>(from)] || h.kind > static_cast<uint8_t>(RemoteKind::kGreet))
+    return;
   const bool old = h.call < call_ || (h.call == call_ && !active_);
   switch (static_cast<RemoteKind>(h.kind)) {
     case RemoteKind::kData: {
@@ -237,11 +289,12 @@ void Remote::arrived(int peer, const MessageHeader& h, std::byte* data, std::uni
       if (own == nullptr && h.n_bytes > 0) {  // its receive was taken back
         return;
       }
-      kept_[key] = {h, std::move(own)};
+      if (may_keep(from, h)) kept_[key] = {h, std::move(own)};
       return;
     }
     case RemoteKind::kOpen: {
       if (old) return compare(from, h);
+      if (!may_keep(from, h)) return;
       opened_[{h.call, from}] = h;
       if (h.call == call_) entered_[static_cast<size_t>(from)] = true;
       if (h.call != call_ || !agrees(from, h)) return;
@@ -253,16 +306,17 @@ void Remote::arrived(int peer, const MessageHeader& h, std::byte* data, std::uni
       return;
     }
     case RemoteKind::kRefuse:
-      if (!old) refused_[h.call] = {from, std::string(reinterpret_cast<const char*>(data), h.n_bytes)};
+      if (old || !may_keep(from, h)) return;
+      refused_[h.call] = {from, printable({reinterpret_cast<const char*>(data), h.n_bytes}, kMaxRefusal)};
       return;
     case RemoteKind::kFail:
       if (h.n_bytes < 1) return;
       if (!group_.failed()) told_ = heard_ = true;  // whoever said so tells the others
-      group_.fail(
-          Status::error(static_cast<Code>(data[0]),
-                        // A mismatch has both calls in it, and who sees it first is not to blame.
-                        (static_cast<Code>(data[0]) == Code::kMismatch ? "" : name(from) + " failed: ") +
-                            std::string(reinterpret_cast<const char*>(data) + 1, h.n_bytes - 1)));
+      group_.fail(Status::error(
+          failure_code(data[0]),
+          // A mismatch has both calls in it, and who sees it first is not to blame.
+          (failure_code(data[0]) == Code::kMismatch ? "" : name(from) + " failed: ") +
+              printable({reinterpret_cast<const char*>(data) + 1, h.n_bytes - 1}, kMaxFailure)));
       return;
     case RemoteKind::kGreet: return compare(from, h);
   }

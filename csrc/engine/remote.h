@@ -47,6 +47,10 @@ class Remote final : public Sink {
   // On the peer's host somebody may be waiting for the rank that is to blame, and names it at its deadline.
   static constexpr double kGraceS = 0.5;
   static constexpr uint16_t kAsks = 1;  // in the flags of kGreet
+  // What is kept of calls that this rank has not made yet; more of them, and the communicator fails. Only
+  // what is small is sent so early, so this is thousands of calls.
+  static constexpr size_t kMaxAheadBytes = size_t{1} << 30;
+  static constexpr size_t kMaxRefusal = 1000, kMaxFailure = 4000;  // bytes of text
   // Where a message's payload is: at its landing, or in memory that the receiver may keep.
   using Then = std::function<void(const std::byte* data)>;
 
@@ -100,6 +104,7 @@ class Remote final : public Sink {
     std::byte* landing;
     size_t n_bytes;
     Then then;
+    bool is_landing = false;  // a message is being received there
   };
   struct Kept {
     MessageHeader header;
@@ -124,6 +129,7 @@ class Remote final : public Sink {
   void compare(int from, const MessageHeader& header);
   void unwanted(int from, const MessageHeader& header);
   void take(int from, const MessageHeader& header, const std::byte* data);
+  bool may_keep(int from, const MessageHeader& header);
   int awaited() const;  // a rank that something is expected of, -1: none
 
   std::shared_ptr<Net> net_;
@@ -140,6 +146,8 @@ class Remote final : public Sink {
   Status verdict_;  // of this call: refused, or why the communicator failed
   std::map<Key, Expected> expected_;
   std::map<Key, Kept> kept_;
+  std::map<uint32_t, size_t> ahead_;                          // bytes kept, by call that has not begun
+  size_t n_ahead_bytes_ = 0;                                  // their sum
   std::map<std::pair<uint32_t, int>, MessageHeader> opened_;  // by call and rank
   std::map<std::pair<uint32_t, int>, MessageHeader> probes_;  // of calls that we have not entered
   std::vector<bool> greeted_;                                 // by rank

@@ -161,7 +161,7 @@ Status Remote::wait(std::unique_lock<std::mutex>& lock, const std::function<bool
 void Remote::refuse(uint32_t call, const std::string& why) {
   MessageHeader h = header(RemoteKind::kRefuse);
   h.call = call;
-  h.n_bytes = utf8_prefix(why, 1000);
+  h.n_bytes = utf8_prefix(why, kMaxRefusal);
   for (size_t q = 0; q < job_ranks_.size(); q++) {
     if (!is_here_[q]) net_->send_copy(job_ranks_[q], 0, h, why.data());
   }
@@ -176,7 +176,7 @@ void Remote::tell_failure(const Status& status) {
 
 void Remote::send_failure(const Status& status, const std::function<bool(int)>& to) {
   const std::string& why = status.message();
-  const std::string text = static_cast<char>(status.code()) + why.substr(0, utf8_prefix(why, 4000));
+  const std::string text = static_cast<char>(status.code()) + why.substr(0, utf8_prefix(why, kMaxFailure));
   MessageHeader h = header(RemoteKind::kFail);
   h.n_bytes = text.size();
   for (size_t q = 0; q < job_ranks_.size(); q++) {

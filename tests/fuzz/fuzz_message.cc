@@ -112,7 +112,7 @@ bool say(FuzzInput* input, Bytes* stream, size_t* n_whole) {
 }
 
 // A receiver behind a handshake that has ended well; the other end of its socket.
-std::unique_ptr<Receiver> greeted(int fds[2], const Receiver::Find& find) {
+std::unique_ptr<Receiver> greeted(int fds[2], const Receiver::Admit& admit, const Receiver::Find& find) {
   static const Secret secret = the_secret();
   Handshake initiator, acceptor;
   const int64_t until = now_ns() + int64_t{10'000'000'000};
@@ -122,7 +122,7 @@ std::unique_ptr<Receiver> greeted(int fds[2], const Receiver::Find& find) {
   for (int turn = 0; turn < 8 && (!initiator.done() || receiver->greeting()); turn++) {
     bool ignored;
     FUZZ_CHECK(initiator.done() || drive(&initiator, fds[1], &ignored).ok());
-    FUZZ_CHECK(receiver->pump(find, &ignored).ok());
+    FUZZ_CHECK(receiver->pump(admit, find, &ignored).ok());
   }
   FUZZ_CHECK(initiator.done() && !receiver->greeting() && receiver->peer() == 2);
   return receiver;
@@ -135,7 +135,8 @@ void run(FuzzInput* input) {
   const auto find = [&](int, const MessageHeader& h) {
     return h.group == 1 || h.group == 2 ? &taker : nullptr;
   };
-  const std::unique_ptr<Receiver> receiver = greeted(fds, find);
+  const auto admit = [](const Receiver&, int, uint32_t) { return Status(); };
+  const std::unique_ptr<Receiver> receiver = greeted(fds, admit, find);
   const bool forgets = input->byte() % 4 == 0;
   Bytes stream;
   size_t n_whole = 0;
@@ -149,7 +150,7 @@ void run(FuzzInput* input) {
     FUZZ_CHECK(n > 0);
     at += static_cast<size_t>(n);
     bool more = true;
-    while (more && status.ok()) status = receiver->pump(find, &more);
+    while (more && status.ok()) status = receiver->pump(admit, find, &more);
     if (!forgets) continue;
     receiver->forget(&taker);
     taker.forgotten();

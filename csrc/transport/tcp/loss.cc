@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "base/log.h"
+#include "base/text.h"
 #include "transport/tcp/net.h"
 
 namespace pycomm {
@@ -20,6 +21,7 @@ namespace {
 constexpr double kGoodbyeS = 2;      // for what is queued when a process ends
 constexpr double kLastWordsS = 0.5;  // for what a peer has sent, when nothing can be sent to it any more
 constexpr size_t kMaxWhy = 1000;     // bytes, of why a peer left
+constexpr size_t kMaxLeft = 10000;   // groups that a peer left, and not all of whose messages have come
 }  // namespace
 
 class Net::Own final : public Sink {
@@ -27,15 +29,15 @@ class Net::Own final : public Sink {
   explicit Own(Net& net) : net_(net) {}
   std::byte* landing(int, const MessageHeader&) override { return nullptr; }
   void arrived(int peer, const MessageHeader& h, std::byte* data, std::unique_ptr<std::byte[]>) override {
-    const size_t n =
-        h.n_bytes == 0 ? 0 : utf8_prefix({reinterpret_cast<const char*>(data), h.n_bytes}, kMaxWhy);
-    std::string text(reinterpret_cast<const char*>(data), n);
-    if (h.kind == static_cast<uint8_t>(NetKind::kLeft))
-      net_.peers_[static_cast<size_t>(peer)].left[h.count] = {h.extra, std::move(text)};
-    else if (h.kind == static_cast<uint8_t>(NetKind::kAsk))
+    std::string text = printable({reinterpret_cast<const char*>(data), h.n_bytes}, kMaxWhy);
+    auto& left = net_.peers_[static_cast<size_t>(peer)].left;
+    if (h.kind == static_cast<uint8_t>(NetKind::kLeft)) {
+      if (left.size() < kMaxLeft || left.contains(h.count)) left[h.count] = {h.extra, std::move(text)};
+    } else if (h.kind == static_cast<uint8_t>(NetKind::kAsk)) {
       net_.answer(peer, h);
-    else if (h.kind == static_cast<uint8_t>(NetKind::kState))
+    } else if (h.kind == static_cast<uint8_t>(NetKind::kState)) {
       net_.note_state(peer, h, std::move(text));
+    }
   }
   void sent(uint64_t) override {}
   void lost(int, const Status&) override {}
