@@ -18,7 +18,8 @@ constexpr uint64_t kId = 5;
 constexpr size_t kMiB = size_t{1} << 20;
 
 struct OneRank {
-  OneRank() {
+  OneRank() { make(); }
+  void make() {
     setenv("PYCOMM_ARENA_MAX", "268435456", 0);
     PYCOMM_ASSERT_OK(Node::join(folder.run(), 0, 1, kControlBytes, kDeadlineS, nullptr, &node));
     PYCOMM_ASSERT_OK(loopback_net(0, 3, {}, &net));
