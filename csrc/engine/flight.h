@@ -15,6 +15,13 @@ struct Flight {
     task.members = members;
     task.counts = counts;
   }
+  ~Flight() {  // without it
+    if (rounds == nullptr) return;
+    const auto lock = remote.net().lock();
+    if (!rounds->done()) remote.end(false);  // left by a failure: nothing may be told of messages here
+  }
+  Flight(const Flight&) = delete;
+  Flight& operator=(const Flight&) = delete;
   void begin() {  // with the Net's lock
     rounds = std::make_unique<Rounds>(remote, task);
     rounds->start();

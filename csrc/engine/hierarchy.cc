@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 namespace pycomm {
 
@@ -68,7 +69,12 @@ Status Hierarchy::run(const Call& call, CallerHooks* hooks, double timeout_s) {
   }
   Status s = placement_.n_local() > 1 ? engine_.agree(call.sig, hooks, timeout_s) : Status();
   const bool told_here = s.code() == Code::kRefused;  // by a rank of this host, to all of it
-  if (s.ok()) s = dispatch();
+  try {
+    if (s.ok()) s = dispatch();
+  } catch (const std::bad_alloc&) {  // what is under way must end before its memory goes
+    s = Status::error(Code::kSystem,
+                      format("%s: rank %d ran out of memory", here().c_str(), placement_.rank));
+  }
   return settle(std::move(s), told_here);
 }
 
@@ -94,9 +100,11 @@ Status Hierarchy::dispatch() {
 Status Hierarchy::settle(Status s, bool told_here) {
   group_.exit();
   {
-    const auto lock = remote_->net().lock();
+    auto lock = remote_->net().lock();
     remote_->end(s.ok());
+    if (!s.ok()) remote_->net().await_acknowledged(lock, kAcknowledgeS);
   }
+  if (!s.ok()) flights_.clear();  // of this call; the next one's would end that
   if (s.ok()) {  // what showed that an earlier call differed may have come together with this one's end
     Status failure = group_.failed() ? group_.failure() : Status();
     return failure.code() == Code::kMismatch ? std::move(failure) : std::move(s);

@@ -10,8 +10,9 @@
 //   reduce_scatter  the same with a reduce-scatter between hosts, of blocks
 //   all_gather, gather, scatter, broadcast, reduce   likewise, mirrored
 //   all_to_all      straight from rank to rank
-//   deterministic   the reductions, where the placement does not keep the order of ranks:
-//   engine/hierarchy_exact.cc barrier         the owner 0 of each host, when all of its host have come
+//   barrier         the owner 0 of each host, when all of its host have come
+//
+// Deterministic reductions of ranks whose placement does not keep their order: engine/hierarchy_exact.cc.
 //
 // Bytes that leave a host: those of the schedule with H ranks; for all_reduce 2 (H-1)/H of the vector.
 // Every call begins with an agreement within the host (Engine::agree), so that a mismatch or a refusal there
@@ -74,6 +75,9 @@ class Hierarchy {
   HostSelector& selector() { return host_selector_; }
 
  private:
+  // How long a call that did not end well waits for the kernel to be done with memory sent without a copy:
+  // a peer may still complete its call from it.
+  static constexpr double kAcknowledgeS = 0.5;
   static constexpr size_t kFlights = 3;  // tiles under way: one reduced, one between hosts, one gathered
 
   Status dispatch();

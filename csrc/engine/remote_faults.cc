@@ -59,7 +59,8 @@ std::string Remote::described(int q) const {
 bool Remote::needs(int q) const {
   return blocked_.contains(q) ||
          std::any_of(expected_.begin(), expected_.end(), [q](const auto& e) { return e.first.from == q; }) ||
-         std::any_of(leaving_.begin(), leaving_.end(), [q](const auto& m) { return m.second.to == q; });
+         (std::any_of(leaving_.begin(), leaving_.end(), [q](const auto& m) { return m.second.to == q; }) &&
+          net_->holds_back(job_ranks_[static_cast<size_t>(q)]));
 }
 
 int Remote::awaited() const {

@@ -84,6 +84,27 @@ void Net::say_goodbye(std::unique_lock<std::mutex>& l) {
   while (!empty() && clock_s() < end_s) cv_.wait_for(l, std::chrono::milliseconds(10));
 }
 
+bool Net::holds_back(int peer) const {
+  const Peer& p = peers_[static_cast<size_t>(peer)];
+  return !p.lost.ok() || !p.broken.ok() ||
+         std::any_of(p.lanes.begin(), p.lanes.end(), [](const Sender& s) { return s.queued(); });
+}
+
+void Net::await_acknowledged(std::unique_lock<std::mutex>& l, double limit_s) {
+  const double end_s = clock_s() + limit_s;
+  const auto done = [&] {
+    return std::all_of(peers_.begin(), peers_.end(), [](const Peer& p) {
+      return std::all_of(p.lanes.begin(), p.lanes.end(), [](const Sender& s) { return s.acknowledged(); });
+    });
+  };
+  while (!done() && clock_s() < end_s) {
+    if (driving_)
+      cv_.wait_for(l, std::chrono::milliseconds(1));
+    else
+      turn(l, 1);
+  }
+}
+
 // ---- not in good order -----------------------------------------------------------------------------------
 
 // Two processes that claim to be the same rank must not have their messages mixed: the first one stays.

@@ -97,6 +97,11 @@ class Net final : public Forkable {
   // 100 ms: what may end the wait early; `before_block` once, before the first sleep.
   Status wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& ready, WaitClient& client);
 
+  // Whether something for this peer is still here, or never left; the kernel's own does not count.
+  bool holds_back(int peer) const;
+  // Waits, for so long at most, until the kernel has no more use for any memory that was sent without a copy.
+  void await_acknowledged(std::unique_lock<std::mutex>& lock, double limit_s);
+
   // "3 foreign connections: …", or nothing.
   std::string strangers() const;
   uint64_t bytes_sent() const;

@@ -200,7 +200,12 @@ uint32_t Sender::forget(const Sink* sink) {
 
 std::deque<Outgoing> Sender::abandon() {
   if (channel_ != nullptr && channel_->zero_copy().pending()) channel_->cut_off();
-  return let_go();
+  const std::deque<Unacknowledged> over = std::exchange(unacknowledged_, {});
+  std::deque<Outgoing> rest = let_go();
+  for (const Unacknowledged& u : over) {
+    if (u.message.sink != nullptr) u.message.sink->sent(u.message.token);
+  }
+  return rest;
 }
 
 std::deque<Outgoing> Sender::let_go() {

@@ -47,7 +47,7 @@ class Sender {
   // (What has left without a copy the kernel may still read, to send it again; it keeps the pages itself.)
   uint32_t forget(const Sink* sink);
   // Ends the connection, and takes what has not left. Memory that the kernel was still to read is the owners'
-  // again: what they write there does not reach the peer.
+  // again, and they are told: what they write there does not reach the peer.
   std::deque<Outgoing> abandon();
   // The same in a forked child, whose parent has the connection, too, and goes on with it.
   std::deque<Outgoing> let_go();
@@ -58,6 +58,8 @@ class Sender {
   bool empty() const {
     return queue_.empty() && unacknowledged_.empty() && (channel_ == nullptr || !channel_->unsent());
   }
+  bool queued() const { return !queue_.empty(); }
+  bool acknowledged() const { return unacknowledged_.empty() && !without_copy_; }
   int fd() const { return fd_; }
   const Channel* channel() const { return channel_.get(); }
 
