@@ -160,7 +160,7 @@ cudaError_t launch_any(const Table& table, unsigned n_blocks, ReduceOp op, doubl
 
 template <class O>
 cudaError_t launch_hot(const Table& table, unsigned n_blocks, ReduceOp op, double scalar, Stream stream) {
-  constexpr decltype(&launch_any<O>) kBySources[kMaxUnrolled + 1] = {
+  constexpr decltype(&launch_one<O, 0>) kBySources[kMaxUnrolled + 1] = {
       launch_one<O, 0>, launch_one<O, 1>, launch_one<O, 2>, launch_one<O, 3>, launch_one<O, 4>,
       launch_one<O, 5>, launch_one<O, 6>, launch_one<O, 7>, launch_one<O, 8>};
   return kBySources[table.n_srcs <= kMaxUnrolled ? table.n_srcs : 0](table, n_blocks, op, scalar, stream);
