@@ -121,6 +121,11 @@ Status Net::admit(const Receiver& fresh, int peer, uint32_t lane) const {
   return Status();
 }
 
+bool Net::connected(int peer) const {
+  const Peer& p = peers_[static_cast<size_t>(peer)];
+  return !p.lanes.empty() && p.lost.ok() && (!p.lanes[0].idle() || receives_from(peer));
+}
+
 bool Net::receives_from(int peer) const {
   return std::any_of(receivers_.begin(), receivers_.end(),
                      [peer](const auto& r) { return r.second->peer() == peer; });
@@ -212,7 +217,9 @@ void Net::look_at_peers(double now_s) {
   for (size_t q = 0; q < peers_.size(); q++) {
     Peer& p = peers_[q];
     const auto peer = static_cast<int>(q);
-    if (p.lost.ok() && !p.broken.ok() && now_s - p.broken_at_s > kLastWordsS) lose(peer, p.broken.clone());
+    // A process that was not given the processor for so long has not read them yet.
+    const double quiet_s = now_s - std::max(p.broken_at_s, p.heard_at_s);
+    if (p.lost.ok() && !p.broken.ok() && quiet_s > kLastWordsS) lose(peer, p.broken.clone());
     const bool in_message = std::any_of(receivers_.begin(), receivers_.end(), [peer](const auto& r) {
       return r.second->peer() == peer && r.second->in_message();
     });

@@ -161,11 +161,6 @@ void Net::detach(uint64_t group, const std::string& why) {
   }
 }
 
-bool Net::connected(int peer) const {
-  const Peer& p = peers_[static_cast<size_t>(peer)];
-  return !p.lanes.empty() && p.lost.ok() && (!p.lanes[0].idle() || receives_from(peer));
-}
-
 void Net::forget(Sink* sink) {
   for (auto& [number, receiver] : receivers_) receiver->forget(sink);
   const auto group =
@@ -281,6 +276,7 @@ void Net::pump(Receiver* receiver) {
   bool more = false;
   const auto may_come = [this](const Receiver& r, int peer, uint32_t lane) { return admit(r, peer, lane); };
   const Status s = receiver->pump(may_come, find, &more);
+  if (receiver->peer() >= 0) peers_[static_cast<size_t>(receiver->peer())].heard_at_s = clock_s();
   if (!s.ok()) return end(receiver, s);
   if (more)
     again_.insert(number);

@@ -126,6 +126,7 @@ class Net final : public Forkable {
     // Nothing can be sent to it any more; but what it has sent may still be on its way, and counts.
     Status broken;
     double broken_at_s = 0;
+    double heard_at_s = 0;  // when something of it was read last
     bool said_goodbye = false;
     double beat_at_s = 0;
     double silent_s = 0;
