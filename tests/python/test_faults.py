@@ -193,18 +193,18 @@ def test_ctrl_c_in_a_blocked_call(form: str) -> None:
 
 
 def ctrl_c_while_waiting(rank: int, size: int) -> None:
-    """Ctrl-C in Work.wait interrupts the wait; the call goes on."""
+    """Ctrl-C in Work.wait interrupts the wait; the call goes on (a small one may be its waiter's own)."""
     with pycomm.init(timeout=60) as comm:
         if rank == 1:
             time.sleep(0.8)
-        t = torch.ones(4)
+        t = torch.ones(100_000)
         work = comm.all_reduce(t, async_op=True)
         if rank == 0:
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
             with raises(KeyboardInterrupt):
                 work.wait()
         work.wait()
-        assert t.tolist() == [2.0] * 4
+        assert t.unique().tolist() == [2.0]
         comm.barrier()
 
 
