@@ -20,6 +20,7 @@
 #pragma once
 
 #include <bit>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -84,6 +85,10 @@ class Hierarchy {
   Status settle(Status s, bool told_here);
   Status all_reduce();
   Status all_reduce_alone();
+  // Of a tile: which of the kFlights it takes, where it begins, its elements, and every local rank's share.
+  using BeginTile =
+      std::function<Status(size_t slot, uint64_t at, uint64_t len, const std::vector<uint64_t>& cut)>;
+  Status in_tiles(size_t first_work, const BeginTile& begin);
   Status reduce_scatter();
   Status all_gather();
   Status broadcast();

@@ -37,36 +37,40 @@ void Hierarchy::divide(std::byte* data, uint64_t n) {
   find_reduce(call_->dtype(), ReduceOp::kAvg)(&dst, 1, &src, 1, n, static_cast<double>(placement_.n_ranks()));
 }
 
-// In tiles: while the owners' shares of one tile are between hosts, the next is reduced inside.
-Status Hierarchy::all_reduce() {
+// Tile t's shares are begun by `begin`, their sums are at work(first_work + t % kFlights). While those of one
+// tile are between hosts, the next is reduced inside.
+Status Hierarchy::in_tiles(size_t first_work, const BeginTile& begin) {
   const uint64_t count = call_->sig.count;
-  // Alike on all hosts: tiles are runs of their own.
-  if (placement_.n_ranks() == placement_.n_hosts()) return all_reduce_alone();
   const uint64_t tile = std::max<uint64_t>(1, kTileBytes / elem_size_);
   const uint64_t n_tiles = std::max<uint64_t>(1, (count + tile - 1) / tile);
   const auto len = [&](uint64_t t) { return std::min(tile, count - t * tile); };
   const auto mine = static_cast<size_t>(placement_.local);
   flights_.resize(kFlights);
   for (uint64_t t = 0; t < n_tiles + kFlights - 1; t++) {
-    if (t < n_tiles) {
-      const std::vector<uint64_t> cut = shares(len(t));
-      std::byte* const stage = work(t % kFlights, cut[mine]);
-      PYCOMM_RETURN_IF_ERROR(inside(CallKind::kReduceScatter,
-                                    slice_of(call_->in, t * tile, len(t), elem_size_),
-                                    Buffer(stage, cut[mine]), cut, 0));
-      PYCOMM_RETURN_IF_ERROR(start(&flights_[t % kFlights], Collective::kAllReduce, stage, stage, cut[mine],
-                                   {}, 0, t * tile + sum_before(cut, mine)));
-    }
+    if (t < n_tiles) PYCOMM_RETURN_IF_ERROR(begin(t % kFlights, t * tile, len(t), shares(len(t))));
     if (t + 1 < kFlights) continue;
     const uint64_t back = t + 1 - kFlights;
     PYCOMM_RETURN_IF_ERROR(finish(flights_[back % kFlights].get()));
     const std::vector<uint64_t> cut = shares(len(back));
-    std::byte* const stage = work(back % kFlights, cut[mine]);
-    divide(stage, cut[mine]);
-    PYCOMM_RETURN_IF_ERROR(inside(CallKind::kAllGather, Buffer(stage, cut[mine]),
+    std::byte* const sum = work(first_work + back % kFlights, cut[mine]);
+    divide(sum, cut[mine]);
+    PYCOMM_RETURN_IF_ERROR(inside(CallKind::kAllGather, Buffer(sum, cut[mine]),
                                   slice_of(call_->out, back * tile, len(back), elem_size_), cut, 0));
   }
   return Status();
+}
+
+Status Hierarchy::all_reduce() {
+  // Alike on all hosts: tiles are runs of their own.
+  if (placement_.n_ranks() == placement_.n_hosts()) return all_reduce_alone();
+  const auto mine = static_cast<size_t>(placement_.local);
+  return in_tiles(0, [&](size_t slot, uint64_t at, uint64_t len, const std::vector<uint64_t>& cut) -> Status {
+    std::byte* const stage = work(slot, cut[mine]);
+    PYCOMM_RETURN_IF_ERROR(inside(CallKind::kReduceScatter, slice_of(call_->in, at, len, elem_size_),
+                                  Buffer(stage, cut[mine]), cut, 0));
+    return start(&flights_[slot], Collective::kAllReduce, stage, stage, cut[mine], {}, 0,
+                 at + sum_before(cut, mine));
+  });
 }
 
 // Every host's only rank: straight from and to the tensors, when they are in one piece.

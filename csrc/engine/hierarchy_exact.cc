@@ -123,33 +123,16 @@ Status Hierarchy::start_exact(std::unique_ptr<Flight>* out, Collective collectiv
   return Status();
 }
 
-// In tiles, as all_reduce().
 Status Hierarchy::exact_all_reduce() {
-  const uint64_t count = call_->sig.count;
-  const uint64_t tile = std::max<uint64_t>(1, kTileBytes / elem_size_);
-  const uint64_t n_tiles = std::max<uint64_t>(1, (count + tile - 1) / tile);
-  const auto len = [&](uint64_t t) { return std::min(tile, count - t * tile); };
   const auto mine = static_cast<size_t>(placement_.local);
-  flights_.resize(kFlights);
-  for (uint64_t t = 0; t < n_tiles + kFlights - 1; t++) {
-    if (t < n_tiles) {
-      const std::vector<uint64_t> cut = shares(len(t));
-      Partials partials;
-      PYCOMM_RETURN_IF_ERROR(make_partials(slice_of(call_->in, t * tile, len(t), elem_size_), cut,
-                                           kPartials + t % kFlights, &partials));
-      PYCOMM_RETURN_IF_ERROR(start_exact(&flights_[t % kFlights], Collective::kAllReduce, partials,
-                                         work(kSums + t % kFlights, cut[mine]), cut[mine], {}, 0));
-    }
-    if (t + 1 < kFlights) continue;
-    const uint64_t back = t + 1 - kFlights;
-    PYCOMM_RETURN_IF_ERROR(finish(flights_[back % kFlights].get()));
-    const std::vector<uint64_t> cut = shares(len(back));
-    std::byte* const sum = work(kSums + back % kFlights, cut[mine]);
-    divide(sum, cut[mine]);
-    PYCOMM_RETURN_IF_ERROR(inside(CallKind::kAllGather, Buffer(sum, cut[mine]),
-                                  slice_of(call_->out, back * tile, len(back), elem_size_), cut, 0));
-  }
-  return Status();
+  return in_tiles(
+      kSums, [&](size_t slot, uint64_t at, uint64_t len, const std::vector<uint64_t>& cut) -> Status {
+        Partials partials;
+        PYCOMM_RETURN_IF_ERROR(
+            make_partials(slice_of(call_->in, at, len, elem_size_), cut, kPartials + slot, &partials));
+        return start_exact(&flights_[slot], Collective::kAllReduce, partials, work(kSums + slot, cut[mine]),
+                           cut[mine], {}, 0);
+      });
 }
 
 Status Hierarchy::exact_reduce_scatter() {
