@@ -129,7 +129,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<int> job_ranks_;  // with a hierarchy
   std::shared_ptr<Net> net_;
   uint64_t id_ = 0, n_splits_ = 0;
-  bool shrunk_ = false;
+  std::atomic<bool> shrunk_{false};
   std::atomic<bool> closed_{false};
 
   // Whoever sets busy_ runs the engine. waiting_ counts queued jobs, and close(); both are sequentially

@@ -36,7 +36,7 @@ Status Communicator::shrink(const std::vector<int>& exclude, double timeout_s, C
   PYCOMM_RETURN_IF_ERROR(shrink_->run(
       excluded, offset, timeout_s, hooks, [&] { abort(who + " called shrink()"); }, &survivors));
   shrunk_ = true;
-  abort("the communicator was shrunk: use the one that shrink() returned");
+  abort("the communicator was shrunk");
   std::vector<int> members;
   std::vector<uint64_t> offsets;
   Node& node = *group_->node();
