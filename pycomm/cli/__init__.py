@@ -1,4 +1,4 @@
-"""The command line: ``pycomm schedule``, ``pipeline``, ``tune``, ``ps``, ``bench``: a file and a line each.
+"""The command line: ``pycomm schedule``, ``pipeline``, ``tune``, ``ps``, ``topo``, ``bench``; a file each.
 
 Exit codes: 0 all is well, 1 something is proved wrong or has failed, 2 a bad argument. torch is imported by a
 command that needs it, not by this module; a command whose file imports torch is listed in ``_LATER``.
@@ -14,6 +14,7 @@ import typer.core
 
 from pycomm.cli import pipeline, schedule
 from pycomm.cli.ps import ps
+from pycomm.cli.topo import topo
 from pycomm.cli.tune import tune
 
 __all__ = ["app", "main"]
@@ -47,6 +48,7 @@ app.add_typer(schedule.app, name="schedule")
 app.add_typer(pipeline.app, name="pipeline")
 app.command()(tune)
 app.command()(ps)
+app.command()(topo)
 
 
 def _print_version(asked: bool) -> None:
