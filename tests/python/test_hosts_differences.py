@@ -71,7 +71,9 @@ def rooted(rank: int, size: int, collective: str, counts: list[int], roots: list
         else:
             comm.scatter(t, torch.ones(2 * t.numel()) if rank == root else None, root)
         comm.barrier()
-    return time.monotonic() - begin
+    took = time.monotonic() - begin
+    meet(rank, size, "end")
+    return took
 
 
 @pytest.mark.parametrize("collective", ["broadcast", "reduce", "gather", "scatter"])

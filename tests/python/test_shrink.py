@@ -90,6 +90,7 @@ def survives(
     """``victims`` are killed while all call; ``late`` are killed while they shrink."""
     comm = start(rank, placement)
     comm.barrier()
+    meet(rank, size, "begin")  # between hosts, who is still in the barrier would be told there
     if rank in victims:
         kill_self()
     error = until_error(comm, call)
@@ -157,13 +158,16 @@ def test_killed_ranks_on_several_hosts(placement: list[int], victims: list[int],
 def cannot_go_on(rank: int, size: int, placement: list[int], victims: list[int]) -> float:
     comm = start(rank, placement)
     comm.barrier()
+    meet(rank, size, "begin")
     if rank in victims:
         kill_self()
     until_error(comm)
     begin = time.monotonic()
     with raises(pycomm.PeerLostError, "cannot go on", f"{size - len(victims)} of the {size} ranks"):
         comm.shrink()
-    return time.monotonic() - begin
+    took = time.monotonic() - begin
+    meet(rank, size - len(victims), "end")  # one that ends is one more who is gone
+    return took
 
 
 @pytest.mark.parametrize(("placement", "victims"), [([0, 1], [0]), ([0, 0, 1, 1], [0, 1])], ids=str)
@@ -226,8 +230,10 @@ def excludes(rank: int, size: int, placement: Placement) -> None:
     comm = start(rank, placement)
     comm.deterministic = True
     comm.barrier()
+    meet(rank, size, "begin")
     if rank == size - 1:
         assert "went on without" in str(until_error(comm))
+        meet(rank, size, "end")
         return
     new = comm.shrink(exclude=[size - 1])
     assert (new.rank, new.size, new.deterministic) == (rank, size - 1, True)
@@ -237,6 +243,7 @@ def excludes(rank: int, size: int, placement: Placement) -> None:
         comm.barrier()
     with raises(ValueError, "shrunk already"):
         comm.shrink()
+    meet(rank, size, "end")
 
 
 @pytest.mark.parametrize("placement", [None, [0, 1, 1]], ids=str)

@@ -365,7 +365,9 @@ import pycomm
 rank = int(sys.argv[2])
 store = dist.FileStore(sys.argv[1], 2)
 dist.init_process_group("pycomm", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=50))
+store.set(f"joined {rank}", "")
 if rank == 0:
+    store.wait(["joined 1"])  # in init it would be told other words
     if sys.argv[3] == "in flight":
         work = dist.all_reduce(torch.ones(1), async_op=True)
     raise ValueError("the data are bad")

@@ -45,13 +45,14 @@ def waits(
     comm.barrier()
     pid = pid_of(victim)
     meet(rank, size, "begin")
-    if rank == 0 and form == "stopped":
-        os.kill(pid, signal.SIGSTOP)
-        threading.Timer(away_s, os.kill, (pid, signal.SIGCONT)).start()
-    if rank == victim:
-        time.sleep(away_s if form == "late" else 0.3)
+    if form == "stopped":
+        if rank == 0:
+            os.kill(pid, signal.SIGSTOP)
+            threading.Timer(away_s, os.kill, (pid, signal.SIGCONT)).start()
+            (folder() / "stopped").touch()
+        wait_for((folder() / "stopped").exists)  # the victim sees it when it goes on
     else:
-        time.sleep(0.15)
+        time.sleep(away_s if rank == victim else 0.15)
     if call != "recv":
         CALLS[call](comm, victim)
     elif rank == victim:
