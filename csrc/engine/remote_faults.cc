@@ -123,7 +123,9 @@ class Remote::Waiting final : public WaitClient {
       const int peer = remote_.job_ranks_[static_cast<size_t>(q)];
       const bool silent = net.silent_s(peer) > Late::kFirstS;
       if (waited_s_ > std::min(Late::kAskS, timeout_s_ / 2)) net.ask(peer, remote_.id_, remote_.call_);
-      if (late_.due(waited_s_) || (silent && !told_silent_)) *late = remote_.described(q);
+      const bool news = silent && !told_silent_;  // what is told before the first time is not told again then
+      if (late_.due(news ? std::max(waited_s_, Late::kFirstS) : waited_s_) || news)
+        *late = remote_.described(q);
       told_silent_ = silent;
     }
     const double grace_s = remote_.all_needed_entered() ? 3 * kGraceS : kGraceS;

@@ -234,9 +234,10 @@ def silent(rank: int, size: int, hosts: list[str]) -> tuple[float, str]:
     comm = pycomm.init(store=store(size), rank=rank, size=size, timeout=60)
     comm.barrier()
     meet(rank, size, "begin")
+    begin, text = time.monotonic(), ""
     if rank == 1:
         ip("-n", hosts[1], "link", "set", "eth0", "down")
-    begin, text = time.monotonic(), ""
+    meet(rank, size, "down")
     try:
         comm.all_reduce(torch.ones(3)) if rank == 0 else comm.recv(torch.ones(3), 0)
         comm.barrier()

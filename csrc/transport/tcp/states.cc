@@ -86,8 +86,8 @@ std::string Net::state(int peer, uint64_t group) const {
   const auto said = p.said.find(group);
   if (said != p.said.end() && clock_s() - said->second.at_s < kFreshS) return ", which " + said->second.text;
   if (p.silent_s >= kSilentS) {
-    return format(", whose host has not answered for %.1f s (error at %g s)", p.silent_s,
-                  options_.heartbeat_s);
+    const double silent_s = p.silent_s + clock_s() - p.beat_at_s;  // the first is as of the last beat
+    return format(", whose host has not answered for %.1f s (error at %g s)", silent_s, options_.heartbeat_s);
   }
   if (said == p.said.end() || clock_s() - said->second.asking_since_s < kPatienceS) return "";
   return ", which is stopped or hung (the kernel of its host answers, no process of the job there does)";
