@@ -13,12 +13,13 @@ VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 CXX_FILES = git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' 'tests/cpp/*.cc' \
-  'tests/cuda_on_cpu/*.h' 'tests/cuda_on_cpu/*.cc' 'tests/fuzz/*.h' 'tests/fuzz/*.cc' 'bench/cpp/*.cc' 'bench/cpp/*.h'
+  'tests/cuda_on_cpu/*.h' 'tests/cuda_on_cpu/*.cc' 'tests/fuzz/*.h' 'tests/fuzz/*.cc' 'tests/gpu/*.cc' 'bench/cpp/*.cc' 'bench/cpp/*.h'
 REQUIRED := $(if $(filter true,$(CI)),-DPYCOMM_TESTS=ON -DPYCOMM_BENCH=ON -DPYCOMM_SODIUM=ON)
 # ThreadSanitizer wants its addresses where it expects them; where setarch is not allowed it may do without.
 FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: demo test build venv test-cpp test-python test-torch test-trainers lint format types layers tsan asan fuzz chaos cuda emulated bench clean
+.PHONY: demo test build venv test-cpp test-python test-torch test-trainers lint format types layers tsan asan fuzz chaos cuda emulated bench \
+  test-gpu bench-gpu build-gpu clean
 .DEFAULT_GOAL := test
 
 test: test-cpp test-python
@@ -117,6 +118,21 @@ emulated: $(READY)
 bench: build
 	@for program in build/dev/bench/cpp/*_bench; do [ ! -x $$program ] || $$program || exit 1; done
 	$(BIN)/pycomm bench all_reduce -b 4 -e 64M -f 4 --ranks 2 --peer gloo
+
+# What needs a GPU, built for the GPUs that are here (needs nvcc). Without one test-gpu says "SKIPPED: no GPU: …" and
+# bench-gpu fails with that reason. BENCH_FLAGS: --json, --bytes 64M, --repeats 50 (docs/results/README.md).
+test-gpu:
+	@reason=$$(tests/gpu/architectures.sh 2>&1 >/dev/null) || { echo "SKIPPED: $$reason"; exit 0; }; \
+	  $(MAKE) --no-print-directory build-gpu && $(BIN)/ctest --preset gpu
+
+bench-gpu:
+	@tests/gpu/architectures.sh >/dev/null
+	@$(MAKE) --no-print-directory build-gpu
+	@for program in build/gpu/bench/cpp/cuda/*_bench; do $$program $(BENCH_FLAGS) || exit 1; done
+
+build-gpu: $(READY)
+	@$(call configure,gpu,-DPYCOMM_CUDA_ARCHITECTURES="$$(tests/gpu/architectures.sh)")
+	@$(BIN)/cmake --build --preset gpu
 
 clean:
 	rm -rf build dist demo_out *.egg-info pycomm/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -60,8 +60,8 @@ std::vector<int> run_processes(int n, const std::string& test) {
     const pid_t pid = fork();
     if (pid == 0) {
       setenv("PEER_PROCESS", place.c_str(), 1);
-      execl("/proc/self/exe", "test_cuda", filter.c_str(), "--gtest_also_run_disabled_tests",
-            "--gtest_brief=1", nullptr);
+      execl("/proc/self/exe", "a_rank", filter.c_str(), "--gtest_also_run_disabled_tests", "--gtest_brief=1",
+            nullptr);
       _exit(127);
     }
     pids.push_back(pid);
@@ -76,12 +76,19 @@ std::vector<int> run_processes(int n, const std::string& test) {
   return statuses;
 }
 
-// In a rank's process: which one it is, with memory that all others map; all on one device.
+// In a rank's process: which one it is, with memory that all others map. Emulated, all are on one device;
+// GPUs are used in turn, so that with one GPU all share it, and with as many as ranks each has its own.
 void be_a_rank(PeerRank& self, const PeerOptions& options, double limit_s) {
   const char* place = std::getenv("PEER_PROCESS");
   int fd = -1;
   ASSERT_NE(place, nullptr) << "run_processes starts this test";
   ASSERT_EQ(std::sscanf(place, "%d/%d/%d", &self.rank, &self.size, &fd), 3);
+#if !defined(PYCOMM_CUDA_EMULATED)
+  int n_devices = 0;
+  ASSERT_CUDA(cudaGetDeviceCount(&n_devices));
+  ASSERT_GT(n_devices, 0);
+  self.device = self.rank % n_devices;
+#endif
   SharedBoard* const board = map_board(fd);
   ASSERT_NE(board, nullptr);
   self.exchange = exchange_of(board, self.rank, self.size, limit_s);
@@ -129,6 +136,42 @@ TEST(PeerProcess, DISABLED_Values) {
 TEST(PeerProcesses, ValuesAreThoseOfTheCpu) {
   for (const int n : {2, 3, 8}) {
     ASSERT_EQ(run_processes(n, "Values"), std::vector<int>(static_cast<size_t>(n), 0)) << n << " ranks";
+  }
+}
+
+// Every dtype and operation, pulled and pushed, at an alignment that no tensor of torch has.
+TEST(PeerProcess, DISABLED_EveryCase) {
+  for (const bool push : {false, true}) {
+    PeerOptions options = small_options();
+    options.push = push;
+    PeerRank self;
+    ASSERT_NO_FATAL_FAILURE(be_a_rank(self, options, 60));
+    for (int d = 0; d < kNumDTypes; ++d) {
+      for (int o = 0; o < kNumReduceOps; ++o) {
+        const Case c{static_cast<DType>(d), static_cast<ReduceOp>(o)};
+        if (find_reduce(c.dtype, c.op) == nullptr) continue;
+        const size_t n_elems = 333, n_bytes = n_elems * dtype_size(c.dtype);
+        std::vector<Bytes> inputs;
+        for (int r = 0; r < self.size; ++r) inputs.push_back(input_of(r, n_bytes, n_elems));
+        const double scalar = c.op == ReduceOp::kAvg ? self.size : 1.5;
+        for (const PeerWay way : {PeerWay::kOneShot, PeerWay::kTwoShot}) {
+          const Tensor t(self, inputs[static_cast<size_t>(self.rank)], 3, way == PeerWay::kTwoShot);
+          ASSERT_OK(
+              self.comm->all_reduce(t.data(), t.data(), n_elems, c.dtype, c.op, scalar, way, self.on()));
+          ASSERT_OK(self.pass());
+          ASSERT_TRUE(same(c.dtype, t.get(), reduced(c, inputs, scalar)))
+              << dtype_name(c.dtype) << " " << reduce_op_name(c.op) << ", way " << static_cast<int>(way)
+              << ", push " << push;
+        }
+      }
+    }
+    ASSERT_OK(end_peer(self));
+  }
+}
+
+TEST(PeerProcesses, EveryCaseIsTheCpus) {
+  for (const int n : {2, 5}) {
+    ASSERT_EQ(run_processes(n, "EveryCase"), std::vector<int>(static_cast<size_t>(n), 0)) << n << " ranks";
   }
 }
 

@@ -74,6 +74,11 @@ struct PeerRank {
   std::unique_ptr<PeerCollectives> comm;
   cudaStream_t stream = nullptr;
   bool close = true;
+  std::vector<void*> freed_last;  // by Tensor (peer_values.h), on a GPU
+
+  ~PeerRank() {
+    for (void* p : freed_last) EXPECT_EQ(cudaFree(p), cudaSuccess);
+  }
 
   cuda::Stream on() const { return stream; }
   Status pass() const {  // the stream has passed everything, and it went well
