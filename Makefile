@@ -123,7 +123,8 @@ bench: build
 # bench-gpu fails with that reason. BENCH_FLAGS: --json, --bytes 64M, --repeats 50 (docs/results/README.md).
 test-gpu:
 	@reason=$$(tests/gpu/architectures.sh 2>&1 >/dev/null) || { echo "SKIPPED: $$reason"; exit 0; }; \
-	  $(MAKE) --no-print-directory build-gpu && $(BIN)/ctest --preset gpu
+	  $(MAKE) --no-print-directory build-gpu && \
+	  PYCOMM_NCCL_LIB=$${PYCOMM_NCCL_LIB:-$$(find $(VENV)/lib -name libnccl.so.2 | head -n 1)} $(BIN)/ctest --preset gpu
 
 bench-gpu:
 	@tests/gpu/architectures.sh >/dev/null

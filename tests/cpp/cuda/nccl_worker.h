@@ -76,7 +76,7 @@ inline Numbers on_the_wire(const Numbers& x, const Case& c) {
 }
 
 inline Status Worker::run(const Case& c) {
-  if (streams == nullptr) PYCOMM_RETURN_IF_ERROR(cuda::DeviceStreams::make(me.rank, &streams));
+  if (streams == nullptr) PYCOMM_RETURN_IF_ERROR(cuda::DeviceStreams::make(me.comm.device(), &streams));
   const bool parts = has_parts(c.algorithm->collective);
   Numbers x = make_numbers(c.algorithm->collective, me.n, c.root, c.dtype, c.op, c.exact, c.counts, rng);
   if (c.wire.has_value()) x = on_the_wire(x, c);
@@ -120,6 +120,8 @@ inline Status Worker::run(const Case& c) {
   size_t n_scratch = 0;
   PYCOMM_RETURN_IF_ERROR(rounds.scratch_bytes(call, &n_scratch));
   void* const scratch = arena.place(n_scratch, 0);
+  // A copy from pageable memory may still be under way when cudaMemcpy returns.
+  if (cudaStreamSynchronize(nullptr) != cudaSuccess) return wrong(c, me.n, "the inputs");
   PYCOMM_RETURN_IF_ERROR(rounds.run(call, scratch, me.patience));
   if (!ends(streams->comm())) {
     (void)me.comm.abort();  // or the arena would wait for it when it goes
