@@ -13,7 +13,8 @@ VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 CXX_FILES = git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' 'tests/cpp/*.cc' \
-  'tests/cuda_on_cpu/*.h' 'tests/cuda_on_cpu/*.cc' 'tests/fuzz/*.h' 'tests/fuzz/*.cc' 'tests/gpu/*.cc' 'bench/cpp/*.cc' 'bench/cpp/*.h'
+  'tests/cuda_on_cpu/*.h' 'tests/cuda_on_cpu/*.cc' 'tests/fuzz/*.h' 'tests/fuzz/*.cc' 'tests/gpu/*.cc' 'tests/python/*.cc' \
+  'bench/cpp/*.cc' 'bench/cpp/*.h'
 REQUIRED := $(if $(filter true,$(CI)),-DPYCOMM_TESTS=ON -DPYCOMM_BENCH=ON -DPYCOMM_SODIUM=ON)
 # ThreadSanitizer wants its addresses where it expects them; where setarch is not allowed it may do without.
 FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
@@ -128,7 +129,7 @@ test-gpu:
 
 bench-gpu:
 	@tests/gpu/architectures.sh >/dev/null
-	@$(MAKE) --no-print-directory build-gpu
+	@$(MAKE) --no-print-directory build-gpu >&2
 	@for program in build/gpu/bench/cpp/cuda/*_bench; do $$program $(BENCH_FLAGS) || exit 1; done
 
 build-gpu: $(READY)

@@ -10,8 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from pycomm import _C
+from pycomm.cli import app
 from pycomm.cli.topo import as_dict, show
 from pycomm.topology import Cpu, Gpu, Gpus, Nic, NumaNode, Topology, Unknown, closest
 
@@ -193,6 +197,21 @@ def test_closest_is_the_nearest_level_that_is_there() -> None:
     assert closest(()) == () and closest((None, None)) == ()
     assert closest(("SYS", None, "NODE", "SYS")) == (2,)
     assert closest(("PHB", "PHB")) == (0, 1)
+
+
+def test_the_selection_for_cuda_tensors_is_shown_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows_of = {"all_reduce": [(4096, "one_shot"), (2**64 - 1, "nccl")], "broadcast": [(2**64 - 1, "nccl")]}
+    monkeypatch.setattr(_C.cuda, "selection", lambda: rows_of, raising=False)
+    shown = CliRunner().invoke(app, ["topo"])
+    assert shown.exit_code == 0, shown.output
+    assert rows(shown.output, "CUDA tensors") == [
+        ["all_reduce", "4 KiB", "one_shot"],
+        ["", "any size", "nccl"],
+        ["broadcast", "any size", "nccl"],
+    ]
+    told = json.loads(CliRunner().invoke(app, ["topo", "--json"]).output)
+    assert told["decision_table"]["all_reduce"][0] == {"max_bytes": 4096, "algorithm": "one_shot"}
+    assert list(told["decision_table"]) == ["all_reduce", "broadcast"]
 
 
 def test_this_machine() -> None:
