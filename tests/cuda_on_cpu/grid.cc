@@ -104,8 +104,7 @@ cudaError_t enqueue_grid(const LaunchShape& shape, bool resident, cudaStream_t s
     return report(cudaErrorInvalidConfiguration);
   }
   if (resident && n_blocks > kResidentBlocks) return report(cudaErrorCooperativeLaunchTooLarge);
-  enqueue(stream, [=] { run_grid(shape, resident, {call, kernel.get()}); });
-  return cudaSuccess;
+  return report(enqueue(stream, [=] { run_grid(shape, resident, {call, kernel.get()}); }));
 }
 
 }  // namespace cuda_on_cpu

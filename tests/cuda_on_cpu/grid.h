@@ -23,8 +23,15 @@ cudaError_t enqueue_grid(const LaunchShape& shape, bool resident, cudaStream_t s
 // Runs the blocks of a grid to their end; called on a stream's thread.
 void run_grid(const LaunchShape& shape, bool resident, Body body);
 
-// Adds a task to a stream. The null stream is the current device's.
-void enqueue(cudaStream_t stream, std::function<void()> task);
+// Adds a task to a stream, or to the graph that the stream is captured into. The null stream is the current
+// device's. An error where the capture does not allow it.
+cudaError_t enqueue(cudaStream_t stream, std::function<void()> task);
+
+struct StreamTraits {
+  int device;
+  bool is_blocking;  // by CUDA's rule: the legacy stream waits for it, and it for the legacy stream
+};
+StreamTraits traits_of(cudaStream_t stream);
 // Waits until every stream of the current device is idle.
 void synchronize_device();
 

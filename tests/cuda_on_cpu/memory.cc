@@ -16,6 +16,7 @@
 #include <map>
 #include <mutex>
 
+#include "graph.h"
 #include "grid.h"
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -113,6 +114,8 @@ cudaError_t check_copy(const void* dst, const void* src, size_t n_bytes, cudaMem
 
 cudaError_t free_allocation(void* p, Kind kind) {
   if (p == nullptr) return cudaSuccess;
+  const cudaError_t refused = check_unsafe_call();
+  if (refused != cudaSuccess) return report(refused);
   synchronize_device();  // as cudaFree does
   Memory& m = memory();
   const std::lock_guard lock(m.mutex);
@@ -128,6 +131,8 @@ cudaError_t free_allocation(void* p, Kind kind) {
 
 cudaError_t allocate(void** p, size_t n_bytes, Kind kind) {
   *p = nullptr;
+  const cudaError_t refused = check_unsafe_call();
+  if (refused != cudaSuccess) return report(refused);
   const size_t n_mapped = (n_bytes + kGuardBytes + kPageBytes - 1) / kPageBytes * kPageBytes;
   if (n_mapped < n_bytes) return report(cudaErrorMemoryAllocation);
   const int fd = memfd_create("cuda_on_cpu", MFD_CLOEXEC);
@@ -175,6 +180,8 @@ cudaError_t cudaMallocHost(void** p, size_t n_bytes) { return allocate(p, n_byte
 cudaError_t cudaFreeHost(void* p) { return free_allocation(p, Kind::kHost); }
 
 cudaError_t cudaHostRegister(void* p, size_t n_bytes, unsigned int) {
+  const cudaError_t refused = check_unsafe_call();
+  if (refused != cudaSuccess) return report(refused);
   Memory& m = memory();
   const std::lock_guard lock(m.mutex);
   if (p == nullptr || n_bytes == 0 || m.find(p) != m.all.end()) return report(cudaErrorInvalidValue);
@@ -211,18 +218,20 @@ cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t n_bytes, cudaMemc
                             cudaStream_t stream) {
   const cudaError_t error = check_copy(dst, src, n_bytes, kind);
   if (error != cudaSuccess) return report(error);
-  enqueue(stream, [=] { std::memmove(dst, src, n_bytes); });
-  return cudaSuccess;
+  return report(enqueue(stream, [=] { std::memmove(dst, src, n_bytes); }));
 }
 cudaError_t cudaMemcpy(void* dst, const void* src, size_t n_bytes, cudaMemcpyKind kind) {
+  const cudaError_t refused = check_synchronous_copy();
+  if (refused != cudaSuccess) return report(refused);
   const cudaError_t error = cudaMemcpyAsync(dst, src, n_bytes, kind, nullptr);
   return error != cudaSuccess ? error : cudaStreamSynchronize(nullptr);
 }
 cudaError_t cudaMemsetAsync(void* dst, int value, size_t n_bytes, cudaStream_t stream) {
-  enqueue(stream, [=] { std::memset(dst, value, n_bytes); });
-  return cudaSuccess;
+  return report(enqueue(stream, [=] { std::memset(dst, value, n_bytes); }));
 }
 cudaError_t cudaMemset(void* dst, int value, size_t n_bytes) {
+  const cudaError_t refused = check_synchronous_copy();
+  if (refused != cudaSuccess) return report(refused);
   const cudaError_t error = cudaMemsetAsync(dst, value, n_bytes, nullptr);
   return error != cudaSuccess ? error : cudaStreamSynchronize(nullptr);
 }
@@ -241,6 +250,8 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* p) {
 }
 
 cudaError_t cudaIpcOpenMemHandle(void** p, cudaIpcMemHandle_t handle, unsigned int) {
+  const cudaError_t refused = check_unsafe_call();
+  if (refused != cudaSuccess) return report(refused);
   Handle h;
   std::memcpy(&h, &handle, sizeof h);
   if (h.magic != kMagic) return report(cudaErrorInvalidResourceHandle);

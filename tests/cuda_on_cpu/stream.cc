@@ -3,7 +3,8 @@
 // An event holds how often it was recorded and how often a record has been reached; waiting for it means
 // waiting for the record that was the last one when the wait was called. With Settings::seed a stream waits
 // up to 200 microseconds before some of its tasks, so that work that only seems ordered is caught. Handles
-// are kept alive by the tasks that use them, so they may be destroyed at any time, as CUDA's.
+// are kept alive by the tasks that use them, so they may be destroyed at any time, as CUDA's. Whether a
+// stream is captured, and what that forbids, is asked first (graph.h).
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -12,6 +13,7 @@
 #include <set>
 #include <thread>
 
+#include "graph.h"
 #include "grid.h"
 
 namespace cuda_on_cpu {
@@ -19,7 +21,7 @@ namespace {
 
 class Stream {
  public:
-  explicit Stream(int device) : device_(device), thread_([this] { work(); }) {}
+  explicit Stream(StreamTraits traits) : traits_(traits), thread_([this] { work(); }) {}
   ~Stream() {
     {
       const std::lock_guard lock(mutex_);
@@ -43,7 +45,8 @@ class Stream {
     const std::lock_guard lock(mutex_);
     return tasks_.empty() && !busy_;
   }
-  int device() const { return device_; }
+  int device() const { return traits_.device; }
+  const StreamTraits& traits() const { return traits_; }
 
  private:
   void work() {
@@ -67,7 +70,7 @@ class Stream {
     }
   }
 
-  const int device_;
+  const StreamTraits traits_;
   std::mutex mutex_;
   std::condition_variable wake_, idle_;
   std::deque<std::function<void()>> tasks_;
@@ -104,7 +107,7 @@ std::shared_ptr<Stream> find(cudaStream_t stream) {
   const std::lock_guard lock(h.mutex);
   if (stream == nullptr) {
     auto& null_stream = h.null_streams[current_device()];
-    if (!null_stream) null_stream = std::make_shared<Stream>(current_device());
+    if (!null_stream) null_stream = std::make_shared<Stream>(StreamTraits{current_device(), true});
     return null_stream;
   }
   const auto it = h.streams.find(stream);
@@ -122,7 +125,14 @@ std::shared_ptr<Event> find(cudaEvent_t event) {
 
 }  // namespace
 
-void enqueue(cudaStream_t stream, std::function<void()> task) { find(stream)->push(std::move(task)); }
+cudaError_t enqueue(cudaStream_t stream, std::function<void()> task) {
+  const auto s = find(stream);
+  if (const Captured c = capture_task(stream, task)) return *c;
+  s->push(std::move(task));
+  return cudaSuccess;
+}
+
+StreamTraits traits_of(cudaStream_t stream) { return find(stream)->traits(); }
 
 void synchronize_device() {
   std::set<std::shared_ptr<Stream>> mine;
@@ -146,13 +156,15 @@ using namespace cuda_on_cpu;
 extern "C" {
 
 cudaError_t cudaDeviceSynchronize(void) {
+  const cudaError_t refused = check_host_waits_for_device();
+  if (refused != cudaSuccess) return report(refused);
   synchronize_device();
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int flags, int) {
   if (flags > cudaStreamNonBlocking) return report(cudaErrorInvalidValue);
-  auto made = std::make_shared<Stream>(current_device());
+  auto made = std::make_shared<Stream>(StreamTraits{current_device(), (flags & cudaStreamNonBlocking) == 0});
   Handles& h = handles();
   const std::lock_guard lock(h.mutex);
   *stream = reinterpret_cast<cudaStream_t>(made.get());
@@ -166,6 +178,7 @@ cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWith
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   const auto last = find(stream);  // joined here, outside of the lock
+  forget(stream);
   Handles& h = handles();
   const std::lock_guard lock(h.mutex);
   h.streams.erase(stream);
@@ -173,16 +186,21 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  find(stream)->wait();
+  const auto s = find(stream);
+  const cudaError_t refused = check_host_sees(stream);
+  if (refused != cudaSuccess) return report(refused);
+  s->wait();
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  return find(stream)->is_idle() ? cudaSuccess : cudaErrorNotReady;
+  const auto s = find(stream);
+  const cudaError_t refused = check_host_sees(stream);
+  if (refused != cudaSuccess) return report(refused);
+  return s->is_idle() ? cudaSuccess : cudaErrorNotReady;
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t fn, void* user_data) {
-  enqueue(stream, [=] { fn(user_data); });
-  return cudaSuccess;
+  return report(enqueue(stream, [=] { fn(user_data); }));
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
@@ -197,6 +215,7 @@ cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlag
 
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   (void)find(event);
+  forget(event);
   Handles& h = handles();
   const std::lock_guard lock(h.mutex);
   h.events.erase(event);
@@ -205,33 +224,37 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   const auto e = find(event);
+  (void)find(stream);
+  if (const Captured c = capture_record(stream, event)) return report(*c);
   uint64_t record;
   {
     const std::lock_guard lock(e->mutex);
     record = ++e->n_recorded;
   }
-  enqueue(stream, [e, record] {
+  return report(enqueue(stream, [e, record] {
     const std::lock_guard lock(e->mutex);
     e->n_reached = std::max(e->n_reached, record);
     e->time = std::chrono::steady_clock::now();
     e->reached.notify_all();
-  });
-  return cudaSuccess;
+  }));
 }
 
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int flags) {
   const auto e = find(event);
+  if (flags != 0) return report(cudaErrorInvalidValue);  // external events of graphs are not emulated
+  if (const Captured c = capture_wait(stream, event)) return report(*c);
   uint64_t record;
   {
     const std::lock_guard lock(e->mutex);
     record = e->n_recorded;
   }
-  enqueue(stream, [e, record] { e->wait_for(record); });
-  return cudaSuccess;
+  return report(enqueue(stream, [e, record] { e->wait_for(record); }));
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   const auto e = find(event);
+  const cudaError_t refused = check_host_sees(event);
+  if (refused != cudaSuccess) return report(refused);
   uint64_t record;
   {
     const std::lock_guard lock(e->mutex);
@@ -243,12 +266,18 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   const auto e = find(event);
+  const cudaError_t refused = check_host_sees(event);
+  if (refused != cudaSuccess) return report(refused);
   const std::lock_guard lock(e->mutex);
   return e->n_reached >= e->n_recorded ? cudaSuccess : cudaErrorNotReady;
 }
 
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
   const auto a = find(from), b = find(to);
+  for (const cudaEvent_t e : {from, to}) {
+    const cudaError_t refused = check_host_sees(e);
+    if (refused != cudaSuccess) return report(refused);
+  }
   const std::scoped_lock lock(a->mutex, b->mutex);
   if (a->n_recorded == 0 || b->n_recorded == 0) return report(cudaErrorInvalidResourceHandle);
   if (a->n_reached < a->n_recorded || b->n_reached < b->n_recorded) return report(cudaErrorNotReady);

@@ -46,6 +46,14 @@ SAME(cudaEventRecord, cudaEvent_t, cudaStream_t);
 SAME(cudaEventSynchronize, cudaEvent_t);
 SAME(cudaEventQuery, cudaEvent_t);
 SAME(cudaEventElapsedTime, float*, cudaEvent_t, cudaEvent_t);
+SAME(cudaStreamBeginCapture, cudaStream_t, cudaStreamCaptureMode);
+SAME(cudaStreamEndCapture, cudaStream_t, cudaGraph_t*);
+SAME(cudaStreamIsCapturing, cudaStream_t, cudaStreamCaptureStatus*);
+SAME(cudaThreadExchangeStreamCaptureMode, cudaStreamCaptureMode*);
+SAME(cudaGraphInstantiate, cudaGraphExec_t*, cudaGraph_t, unsigned long long);
+SAME(cudaGraphLaunch, cudaGraphExec_t, cudaStream_t);
+SAME(cudaGraphExecDestroy, cudaGraphExec_t);
+SAME(cudaGraphDestroy, cudaGraph_t);
 SAME(cudaGetLastError, void);
 SAME(cudaPeekAtLastError, void);
 static_assert(std::is_same_v<decltype(&cudaGetErrorName), const char* (*)(cudaError_t)>);
@@ -53,6 +61,8 @@ static_assert(std::is_same_v<decltype(&cudaGetErrorString), const char* (*)(cuda
 
 static_assert(std::is_same_v<cudaStream_t, struct CUstream_st*> &&
               std::is_same_v<cudaEvent_t, struct CUevent_st*>);
+static_assert(std::is_same_v<cudaGraph_t, struct CUgraph_st*> &&
+              std::is_same_v<cudaGraphExec_t, struct CUgraphExec_st*>);
 static_assert(sizeof(cudaIpcMemHandle_t) == 64 && sizeof(dim3) == 12 && sizeof(uint3) == 12);
 static_assert(sizeof(uint4) == 16 && alignof(uint4) == 16);
 
@@ -60,6 +70,14 @@ static_assert(cudaSuccess == 0 && cudaErrorInvalidValue == 1 && cudaErrorMemoryA
 static_assert(cudaErrorInvalidConfiguration == 9 && cudaErrorInvalidMemcpyDirection == 21);
 static_assert(cudaErrorInsufficientDriver == 35 && cudaErrorNoDevice == 100 && cudaErrorInvalidDevice == 101);
 static_assert(cudaErrorDeviceUninitialized == 201 && cudaErrorMapBufferObjectFailed == 205);
+static_assert(cudaErrorStreamCaptureUnsupported == 900 && cudaErrorStreamCaptureInvalidated == 901);
+static_assert(cudaErrorStreamCaptureMerge == 902 && cudaErrorStreamCaptureUnmatched == 903);
+static_assert(cudaErrorStreamCaptureUnjoined == 904 && cudaErrorStreamCaptureIsolation == 905);
+static_assert(cudaErrorStreamCaptureImplicit == 906 && cudaErrorCapturedEvent == 907);
+static_assert(cudaErrorStreamCaptureWrongThread == 908 && cudaErrorIllegalState == 401);
+static_assert(cudaStreamCaptureStatusNone == 0 && cudaStreamCaptureStatusActive == 1);
+static_assert(cudaStreamCaptureStatusInvalidated == 2 && cudaStreamCaptureModeGlobal == 0);
+static_assert(cudaStreamCaptureModeThreadLocal == 1 && cudaStreamCaptureModeRelaxed == 2);
 static_assert(cudaErrorInvalidResourceHandle == 400 && cudaErrorNotReady == 600);
 static_assert(cudaErrorIllegalAddress == 700 && cudaErrorPeerAccessAlreadyEnabled == 704);
 static_assert(cudaErrorCooperativeLaunchTooLarge == 720);

@@ -41,6 +41,22 @@ __global__ void hand_over(int* data, int* out, unsigned* flag, bool relaxed_rele
 __global__ void two_blocks_write(int* p) { p[threadIdx.x] = static_cast<int>(blockIdx.x); }
 __global__ void one_block_writes(int* p) { p[threadIdx.x] = 1; }
 
+// Both streams write p in a graph, one after the other.
+bool replay_graph(cudaStream_t a, cudaStream_t b, cudaEvent_t event, int* p, bool missing_edge) {
+  const auto order = [&](cudaStream_t first, cudaStream_t second) {
+    return cudaEventRecord(event, first) == cudaSuccess &&
+           cudaStreamWaitEvent(second, event, 0) == cudaSuccess;
+  };
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  if (cudaStreamBeginCapture(a, cudaStreamCaptureModeRelaxed) || !order(a, b)) return false;
+  cuda_on_cpu::launch(false, one_block_writes, dim3(1), dim3(64), 0, a, p);
+  if (!missing_edge && !order(a, b)) return false;
+  cuda_on_cpu::launch(false, one_block_writes, dim3(1), dim3(64), 0, b, p);
+  return order(b, a) && !cudaStreamEndCapture(a, &graph) && !cudaGraphInstantiate(&exec, graph, 0) &&
+         !cudaGraphLaunch(exec, a) && !cudaStreamSynchronize(a);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -76,6 +92,7 @@ int main(int argc, char** argv) {
   }
   const int first = *seen;
   cudaStreamSynchronize(b);
+  if (!replay_graph(a, b, event, p, is("missing_edge"))) return 1;
   std::printf("ran %s: %d\n", fault_name, first);
   return 0;
 }

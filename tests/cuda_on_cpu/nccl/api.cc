@@ -235,12 +235,12 @@ Result ncclCommFinalize(Comm comm) {
   const std::shared_ptr<Core> core = comm->core;
   if (const Result r = core->check_ready(); r != kSuccess) return r;
   if (core->blocking) {
-    core->wait_idle();
+    core->wait_unused();
     return kSuccess;
   }
   core->state = kInProgress;
   std::thread([core] {
-    core->wait_idle();
+    core->wait_unused();
     if (core->state == kInProgress) core->state = kSuccess;
   }).detach();
   return kInProgress;
@@ -248,7 +248,7 @@ Result ncclCommFinalize(Comm comm) {
 
 Result ncclCommDestroy(Comm comm) {
   if (comm == nullptr) return kSuccess;
-  comm->core->wait_idle();
+  comm->core->wait_unused();
   delete comm;
   return kSuccess;
 }
@@ -257,7 +257,7 @@ Result ncclCommAbort(Comm comm) {
   if (comm == nullptr) return kSuccess;
   while (comm->core->faults.abort_hangs) pause();
   comm->core->stop();
-  comm->core->wait_idle();
+  comm->core->wait_unused();
   delete comm;
   return kSuccess;
 }

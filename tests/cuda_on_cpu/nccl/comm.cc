@@ -63,6 +63,22 @@ void Core::wait_idle() {
   idle.wait(lock, [&] { return n_busy == 0; });
 }
 
+void Core::hold_graph() {
+  const std::lock_guard lock(mutex);
+  n_in_graphs++;
+}
+
+void Core::release_graph() {
+  const std::lock_guard lock(mutex);
+  n_in_graphs--;
+  idle.notify_all();
+}
+
+void Core::wait_unused() {
+  std::unique_lock lock(mutex);
+  idle.wait(lock, [&] { return n_busy == 0 && n_in_graphs == 0; });
+}
+
 void Core::stop() {
   aborted = true;
   segment->ring(rank);

@@ -2,7 +2,9 @@
 //
 // `state` is what ncclCommGetAsyncError says: in progress while a call goes on behind the caller's back, an
 // error for good once there was one. `n_busy` counts operations and calls that have not ended; abort makes
-// them end, destroy and finalize wait for them. Guarded by `mutex` where not atomic.
+// them end, destroy and finalize wait for them. `n_in_graphs` counts operations that graphs hold: abort,
+// destroy and finalize wait until those graphs are destroyed, as NCCL's do. Guarded by `mutex` where not
+// atomic.
 #pragma once
 
 #include <atomic>
@@ -48,7 +50,7 @@ struct Core : std::enable_shared_from_this<Core> {
 
   std::mutex mutex;
   std::condition_variable idle;
-  int n_busy = 0;
+  int n_busy = 0, n_in_graphs = 0;
   std::string last_error;
   std::vector<MadeOp> made;
   std::set<int> connected;  // peers; kMaxRanks stands for collectives
@@ -61,7 +63,10 @@ struct Core : std::enable_shared_from_this<Core> {
   void begin_busy();
   void end_busy();
   void wait_idle();
-  void stop();  // operations end
+  void hold_graph();
+  void release_graph();
+  void wait_unused();  // idle, and in no graph
+  void stop();         // operations end
   // Runs fn, on a thread where the communicator is not blocking, and lets `state` follow.
   nccl::Result run_call(std::function<nccl::Result()> fn);
 };

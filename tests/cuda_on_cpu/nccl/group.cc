@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "cuda_runtime_api.h"
+#include "graph.h"
+#include "grid.h"
 
 namespace loopback {
 
@@ -19,6 +21,7 @@ namespace {
 struct Header {
   uint64_t n_bytes;
   uint32_t kind, type, op, root;
+  uint64_t is_replayed;  // by a graph: all ranks' calls are, or none
   bool operator==(const Header&) const = default;
 };
 
@@ -58,15 +61,26 @@ void copy_ring(Channel& c, uint64_t pos, char* memory, size_t n, bool into_ring)
   }
 }
 
-// One communicator's part of a group.
+// One communicator's part of a group. Its stream runs it once; a graph that it is captured into, at each
+// replay.
 class Operation {
  public:
   explicit Operation(std::shared_ptr<Core> core) : core_(std::move(core)) {}
+  ~Operation() {
+    if (is_replayed_) core_->release_graph();
+  }
 
   void add(const Call& call) { calls_.push_back(call); }
   Core& core() { return *core_; }
   const std::vector<Call>& calls() const { return calls_; }
-  bool connects();
+  // Whether NCCL would make connections first, which a non-blocking communicator does behind the caller's
+  // back.
+  bool must_connect() const;
+  void connect();
+  void capture() {
+    is_replayed_ = true;
+    core_->hold_graph();
+  }
   void run();
 
  private:
@@ -85,6 +99,8 @@ class Operation {
 
   std::shared_ptr<Core> core_;
   std::vector<Call> calls_;
+  bool is_replayed_ = false;
+  // Of one run:
   std::map<std::tuple<int, bool, Lane>, Queue> queues_;
   std::vector<std::function<void()>> endings_;
 };
@@ -107,11 +123,14 @@ Queue& Operation::queue(int peer, bool sends, Lane lane) {
 }
 
 Header Operation::header(const Call& call, size_t n_bytes) const {
-  if (call.kind == Kind::kSend || call.kind == Kind::kRecv) return {n_bytes, 0, 0, 0, 0};
+  if (call.kind == Kind::kSend || call.kind == Kind::kRecv) return {n_bytes, 0, 0, 0, 0, is_replayed_};
   const bool reduces = call.kind != Kind::kAllGather && call.kind != Kind::kBroadcast;
-  return {n_bytes, static_cast<uint32_t>(call.kind), static_cast<uint32_t>(call.type),
+  return {n_bytes,
+          static_cast<uint32_t>(call.kind),
+          static_cast<uint32_t>(call.type),
           reduces ? static_cast<uint32_t>(std::min<int>(call.op, nccl::kNumOps)) : 0,
-          static_cast<uint32_t>(call.root)};
+          static_cast<uint32_t>(call.root),
+          is_replayed_};
 }
 
 void Operation::send(const Call& call, int peer, const void* data, size_t n_bytes, Lane lane) {
@@ -122,15 +141,17 @@ void Operation::recv(const Call& call, int peer, void* data, size_t n_bytes, Lan
   queue(peer, false, lane).transfers.push_back({header(call, n_bytes), static_cast<char*>(data)});
 }
 
-// Whether NCCL would make connections first, which a non-blocking communicator does behind the caller's back.
-bool Operation::connects() {
-  bool any = false;
+int connection_of(const Call& c) {
+  return c.kind == Kind::kSend || c.kind == Kind::kRecv ? c.root : kMaxRanks;
+}
+bool Operation::must_connect() const {
   const std::lock_guard lock(core_->mutex);
-  for (const Call& c : calls_) {
-    const bool to_peer = c.kind == Kind::kSend || c.kind == Kind::kRecv;
-    any |= core_->connected.insert(to_peer ? c.root : kMaxRanks).second;
-  }
-  return any;
+  return std::any_of(calls_.begin(), calls_.end(),
+                     [&](const Call& c) { return !core_->connected.contains(connection_of(c)); });
+}
+void Operation::connect() {
+  const std::lock_guard lock(core_->mutex);
+  for (const Call& c : calls_) core_->connected.insert(connection_of(c));
 }
 
 Reduction Operation::reduction(const Call& call) {
@@ -281,6 +302,7 @@ void Operation::progress() {
 }
 
 void Operation::run() {
+  if (is_replayed_) core_->begin_busy();
   std::atomic<bool>& turn = device_turn(core_->device);
   bool has_turn = false;
   while (!devices_are_shared() && !core_->aborted) {
@@ -302,6 +324,8 @@ void Operation::run() {
     for (const auto& ending : endings_) ending();
   }
   if (has_turn) turn.store(false, std::memory_order_relaxed);
+  queues_.clear();
+  endings_.clear();
   core_->end_busy();
 }
 
@@ -319,12 +343,22 @@ nccl::Result launch(std::unique_ptr<Operation> operation) {
          cudaStreamWaitEvent(second, event, 0) == cudaSuccess && cudaEventDestroy(event) == cudaSuccess;
   };
   for (size_t i = 1; i < streams.size(); i++) order(streams[i], streams[0]);
-  ok = ok && cudaLaunchHostFunc(
-                 streams[0], [](void* p) { std::unique_ptr<Operation>(static_cast<Operation*>(p))->run(); },
-                 operation.get()) == cudaSuccess;
-  (void)operation.release();
+  const std::shared_ptr<Core> core = operation->core().shared_from_this();
+  const bool captured = cuda_on_cpu::is_captured(streams[0]);
+  if (captured) operation->capture();
+  const std::shared_ptr<Operation> shared = std::move(operation);
+  const bool enqueued = ok && cuda_on_cpu::enqueue(streams[0], [shared] { shared->run(); }) == cudaSuccess;
+  if (captured || !enqueued) core->end_busy();  // nothing will run now
+  ok = enqueued;
   for (size_t i = 1; i < streams.size(); i++) order(streams[0], streams[i]);
   return ok ? nccl::kSuccess : nccl::kUnhandledCudaError;
+}
+
+// NCCL makes connections on a thread of its own, with calls like cudaMalloc.
+bool may_connect() {
+  cudaError_t error = cudaSuccess;
+  std::thread([&] { error = cuda_on_cpu::check_unsafe_call(); }).join();
+  return error == cudaSuccess;
 }
 
 struct Group {
@@ -366,9 +400,15 @@ nccl::Result launch_all() {
   }
   bool later = false;
   for (auto& o : operations) {
-    o->core().begin_busy();
-    later |= o->connects() && !o->core().blocking;
+    if (!o->must_connect()) continue;
+    if (!may_connect()) {
+      return o->core().fail(nccl::kUnhandledCudaError,
+                            "a connection was to be made while a stream is captured in global mode");
+    }
+    o->connect();
+    later |= !o->core().blocking;
   }
+  for (auto& o : operations) o->core().begin_busy();
   if (later) return launch_later(std::move(operations));
   nccl::Result result = nccl::kSuccess;
   for (auto& o : operations) {
