@@ -44,7 +44,7 @@ class Replay {
   }
   void run() {
     for (size_t i = 0; i < threads_.size(); ++i) {
-      if (n_missing_[i] == 0) start(i);
+      if (graph_.nodes[i].after.empty()) start(i);
     }
     // A chain was started by one whose first node has a lower number: that has been joined, and nothing else
     // is needed to see its thread here.

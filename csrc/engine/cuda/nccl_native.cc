@@ -183,6 +183,62 @@ Status run_all_gather(nccl::NcclComm& comm, Stream stream, const NativeCall& cal
   return comm.end_group(patience);
 }
 
+// A call as it is issued on a stream that may be captured.
+template <class Issue>
+Status capturable(const char* what, Stream stream, const Issue& issue) {
+  bool captured = false;
+  PYCOMM_RETURN_IF_ERROR(capture_state(stream, what, &captured));
+  Status s = issue();
+  if (!captured) return s;
+  return std::move(s).within(format(
+      "%s, captured into a CUDA graph (NCCL makes its connections in a communicator's first calls: make the "
+      "same call once before the capture, on all ranks)",
+      what));
+}
+
+Status issue_native(nccl::NcclComm& comm, Stream stream, const NativeCall& call,
+                    const nccl::Patience& patience) {
+  switch (call.collective) {
+    case Collective::kAllReduce:
+    case Collective::kReduceScatter:
+    case Collective::kReduce: return run_reduction(comm, stream, call, patience);
+    case Collective::kAllGather:
+      return run_all_gather(comm, stream, call, Parts(call, comm.n_ranks()), patience);
+    case Collective::kGather:
+    case Collective::kScatter: return run_rooted(comm, stream, call, Parts(call, comm.n_ranks()), patience);
+    case Collective::kBroadcast: break;
+  }
+  const void* const from = comm.rank() == call.root ? call.in : call.out;
+  return comm.settle(comm.api().broadcast(from, call.out, call.count * dtype_size(call.dtype), nccl::kUInt8,
+                                          call.root, comm.raw(), stream),
+                     "ncclBroadcast", patience);
+}
+
+Status issue_all_to_all(nccl::NcclComm& comm, Stream stream, const void* in,
+                        std::span<const uint64_t> send_counts, void* out,
+                        std::span<const uint64_t> recv_counts, size_t elem_size,
+                        const nccl::Patience& patience) {
+  const nccl::Api& api = comm.api();
+  const auto* from = static_cast<const std::byte*>(in);
+  auto* to = static_cast<std::byte*>(out);
+  PYCOMM_RETURN_IF_ERROR(comm.start_group());
+  for (size_t q = 0; q < send_counts.size(); q++) {
+    const int peer = static_cast<int>(q);
+    const size_t n_out = send_counts[q] * elem_size, n_in = recv_counts[q] * elem_size;
+    if (n_out > 0) {
+      PYCOMM_RETURN_IF_ERROR(
+          comm.in_group(api.send(from, n_out, nccl::kUInt8, peer, comm.raw(), stream), "ncclSend"));
+    }
+    if (n_in > 0) {
+      PYCOMM_RETURN_IF_ERROR(
+          comm.in_group(api.recv(to, n_in, nccl::kUInt8, peer, comm.raw(), stream), "ncclRecv"));
+    }
+    from += n_out;
+    to += n_in;
+  }
+  return comm.end_group(patience);
+}
+
 }  // namespace
 
 Status native_supported(const NativeCall& call, int n_ranks) {
@@ -228,49 +284,21 @@ Status run_native(nccl::NcclComm& comm, Stream stream, const NativeCall& call,
                   const nccl::Patience& patience) {
   PYCOMM_RETURN_IF_ERROR(native_supported(call, comm.n_ranks()));
   if (call.count == 0) return Status();
-  switch (call.collective) {
-    case Collective::kAllReduce:
-    case Collective::kReduceScatter:
-    case Collective::kReduce: return run_reduction(comm, stream, call, patience);
-    case Collective::kAllGather:
-      return run_all_gather(comm, stream, call, Parts(call, comm.n_ranks()), patience);
-    case Collective::kGather:
-    case Collective::kScatter: return run_rooted(comm, stream, call, Parts(call, comm.n_ranks()), patience);
-    case Collective::kBroadcast: break;
-  }
-  const void* const from = comm.rank() == call.root ? call.in : call.out;
-  return comm.settle(comm.api().broadcast(from, call.out, call.count * dtype_size(call.dtype), nccl::kUInt8,
-                                          call.root, comm.raw(), stream),
-                     "ncclBroadcast", patience);
+  const std::string what = format("%s/nccl", collective_name(call.collective));
+  return capturable(what.c_str(), stream, [&] { return issue_native(comm, stream, call, patience); });
 }
 
 Status run_all_to_all(nccl::NcclComm& comm, Stream stream, const void* in,
                       std::span<const uint64_t> send_counts, void* out, std::span<const uint64_t> recv_counts,
                       size_t elem_size, const nccl::Patience& patience) {
-  const nccl::Api& api = comm.api();
   const auto n = static_cast<size_t>(comm.n_ranks());
   if (send_counts.size() != n || recv_counts.size() != n) {
     return Status::error(Code::kValue, format("all_to_all/nccl: %zu and %zu counts, expected %zu",
                                               send_counts.size(), recv_counts.size(), n));
   }
-  const auto* from = static_cast<const std::byte*>(in);
-  auto* to = static_cast<std::byte*>(out);
-  PYCOMM_RETURN_IF_ERROR(comm.start_group());
-  for (size_t q = 0; q < n; q++) {
-    const int peer = static_cast<int>(q);
-    const size_t n_out = send_counts[q] * elem_size, n_in = recv_counts[q] * elem_size;
-    if (n_out > 0) {
-      PYCOMM_RETURN_IF_ERROR(
-          comm.in_group(api.send(from, n_out, nccl::kUInt8, peer, comm.raw(), stream), "ncclSend"));
-    }
-    if (n_in > 0) {
-      PYCOMM_RETURN_IF_ERROR(
-          comm.in_group(api.recv(to, n_in, nccl::kUInt8, peer, comm.raw(), stream), "ncclRecv"));
-    }
-    from += n_out;
-    to += n_in;
-  }
-  return comm.end_group(patience);
+  return capturable("all_to_all/nccl", stream, [&] {
+    return issue_all_to_all(comm, stream, in, send_counts, out, recv_counts, elem_size, patience);
+  });
 }
 
 }  // namespace pycomm::cuda

@@ -107,6 +107,7 @@ class NcclRounds::Run {
   Status decode(const PlanRound& round, uint32_t tile, uint32_t slot);
   Status local_work(uint32_t slot);
   Status transfer(const PlanRound& round, uint32_t tile, uint32_t slot);
+  void note_exchanges(const PlanRound& round, uint32_t tile);
   Status compute(const PlanRound& round, uint32_t tile, uint32_t slot);
   Status launch(const Batch& batch, uint32_t tile, uint32_t slot);
 
@@ -220,8 +221,19 @@ Status NcclRounds::Run::transfer(const PlanRound& round, uint32_t tile, uint32_t
         comm_.in_group(api.recv(to, n, nccl::kUInt8, round.recvs[i].peer, comm_.raw(), stream), "ncclRecv"));
   }
   PYCOMM_RETURN_IF_ERROR(comm_.end_group(patience_));
+  note_exchanges(round, tile);
   slots_[slot].travels = true;
   return streams_.record(stream, travelled(slot));
+}
+
+void NcclRounds::Run::note_exchanges(const PlanRound& round, uint32_t tile) {
+  if (tile > 0) return;  // the first has every peer that the others have
+  for (const Outgoing& s : round.sends) {
+    if (bytes_of(plan_.part[s.chunk], tile) > 0) comm_.note_exchange(s.peer, true);
+  }
+  for (const Landing& r : round.recvs) {
+    if (bytes_of(r.part, tile) > 0) comm_.note_exchange(r.peer, false);
+  }
 }
 
 // The round's reductions and copies, after the tile's transfers so far.
@@ -267,10 +279,36 @@ Status NcclRounds::scratch_bytes(const RoundsCall& call, size_t* out) const {
   return Status();
 }
 
+Status NcclRounds::check_capture(const RoundsCall& call, const Cut& cut) const {
+  const RoundPlan& plan = *call.plan;
+  const std::string what = format("%s/%s over NCCL", collective_name(plan.collective), plan.algorithm);
+  bool captured = false;
+  PYCOMM_RETURN_IF_ERROR(capture_state(streams_.comm(), what.c_str(), &captured));
+  if (!captured) return Status();
+  const auto check = [&](int peer, bool sent) {
+    if (comm_.has_exchanged(peer, sent)) return Status();
+    return Status::error(
+        Code::kValue,
+        format("%s cannot be captured: rank %d has not %s rank %d yet, and NCCL connects at the "
+               "first message; make the same call once before the capture, on all ranks",
+               what.c_str(), comm_.rank(), sent ? "sent to" : "received from", peer));
+  };
+  for (const PlanRound& round : plan.rounds) {
+    for (const Outgoing& s : round.sends) {
+      if (cut.len(plan.part[s.chunk]) > 0) PYCOMM_RETURN_IF_ERROR(check(s.peer, true));
+    }
+    for (const Landing& r : round.recvs) {
+      if (cut.len(r.part) > 0) PYCOMM_RETURN_IF_ERROR(check(r.peer, false));
+    }
+  }
+  return Status();
+}
+
 Status NcclRounds::run(const RoundsCall& call, void* scratch, const nccl::Patience& patience) {
   PYCOMM_RETURN_IF_ERROR(check_rounds(call));
   const Cut cut = cut_for(call, slice_bytes_);
   PYCOMM_RETURN_IF_ERROR(check_memory(call, cut));
+  PYCOMM_RETURN_IF_ERROR(check_capture(call, cut));
   const Binding b = bind_rounds(call, cut);
   return Run(*this, call, cut, b, scratch, patience).all();
 }

@@ -18,6 +18,11 @@
 // the result once more for all; it keeps what it sent, so all ranks have the same bits. `residual` is error
 // feedback, one float32 for each element of the vector, kept by the caller from call to call.
 //
+// Calls can be captured into CUDA graphs: nothing of them is the host's but addresses, of the tensors and of
+// the scratch memory, which both must live as long as the graph. A graph is replayed by all ranks, in one
+// order with their other calls. NCCL's connections are made before: a call whose messages were never
+// exchanged is refused. NCCL's communicator cannot be ended while graphs hold operations of it.
+//
 // The caller gives scratch memory, keeps all memory until the stream has passed, makes streams.comm() wait
 // for the inputs, and finds the outputs written when streams.comm() has passed what is on it. One thread.
 // Cost: the schedule's rounds and bytes; a group and at most a launch per reduction depth for each round and
@@ -53,6 +58,8 @@ struct RoundsCall {
   float* residual = nullptr;   // with codes
 };
 
+class Cut;
+
 class NcclRounds {
  public:
   static constexpr size_t kSliceBytes = size_t{4} << 20;
@@ -63,10 +70,12 @@ class NcclRounds {
   // kValue or kSchedule when the call cannot be run; else how much scratch it needs (device memory, aligned
   // to 256).
   Status scratch_bytes(const RoundsCall& call, size_t* out) const;
+  // kValue as well when it cannot be captured, on a stream that is; nothing has been issued then.
   Status run(const RoundsCall& call, void* scratch, const nccl::Patience& patience);
 
  private:
   class Run;
+  Status check_capture(const RoundsCall& call, const Cut& cut) const;
   nccl::NcclComm& comm_;
   DeviceStreams& streams_;
   size_t slice_bytes_;

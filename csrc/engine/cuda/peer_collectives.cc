@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "engine/cuda/streams.h"
 #include "transport/cuda/runtime.h"
 
 namespace pycomm {
@@ -232,18 +233,20 @@ PeerCall PeerCollectives::tile_of(const Message& m, uint64_t begin, uint64_t n_b
   return call;
 }
 
-Status PeerCollectives::run(const Message& m, const Launch& launch) {
+Status PeerCollectives::run(const char* what, const Message& m, cuda::Stream stream, const Launch& launch) {
   if (failed_.load(std::memory_order_acquire)) return failure();
   if (m.n_bytes == 0) return {};
   const DeviceGuard guard(memory_->device());
   PYCOMM_RETURN_IF_ERROR(guard.status());
+  bool captured = false;
+  PYCOMM_RETURN_IF_ERROR(cuda::capture_state(stream, what, &captured));
   const uint64_t tile = tile_bytes(m.kind);
   for (uint64_t begin = 0; begin < m.n_bytes; begin += tile) {
     unsigned n_blocks = 1;
     const PeerCall call = tile_of(m, begin, std::min(tile, m.n_bytes - begin), &n_blocks);
     Status status = launch(call, n_blocks);
     if (status.ok()) continue;
-    abort(status.clone());  // the peers' kernels wait for what was not launched
+    if (!captured) abort(status.clone());  // the peers' kernels wait for what was not launched
     return status;
   }
   return {};
@@ -276,7 +279,7 @@ Status PeerCollectives::all_reduce(const void* in, void* out, size_t n_elems, DT
                         n_bytes,
                         0,
                         key_of(dtype, op)};
-  return run(message, [&](const PeerCall& call, unsigned n_blocks) {
+  return run("all_reduce", message, stream, [&](const PeerCall& call, unsigned n_blocks) {
     return cuda::peer_reduce(call, dtype, op, scalar, n_blocks, options_.n_threads, stream);
   });
 }
@@ -292,7 +295,7 @@ Status PeerCollectives::reduce_scatter(const void* in, void* out, size_t n_elems
   const Message message{
       PeerKind::kReduceScatter, static_cast<const char*>(in), static_cast<char*>(out), n_bytes, 0,
       key_of(dtype, op)};
-  return run(message, [&](const PeerCall& call, unsigned n_blocks) {
+  return run("reduce_scatter", message, stream, [&](const PeerCall& call, unsigned n_blocks) {
     return cuda::peer_reduce(call, dtype, op, scalar, n_blocks, options_.n_threads, stream);
   });
 }
@@ -308,7 +311,7 @@ Status PeerCollectives::all_gather(const void* in, void* out, size_t n_bytes, cu
     return cuda_status(cudaMemcpyAsync(out, in, n_bytes, cudaMemcpyDeviceToDevice, stream), "all_gather");
   }
   const Message message{PeerKind::kAllGather, static_cast<const char*>(in), static_cast<char*>(out), n_bytes};
-  return run(message, [&](const PeerCall& call, unsigned n_blocks) {
+  return run("all_gather", message, stream, [&](const PeerCall& call, unsigned n_blocks) {
     return cuda::peer_copy(call, n_blocks, options_.n_threads, stream);
   });
 }
@@ -325,7 +328,7 @@ Status PeerCollectives::broadcast(void* data, size_t n_bytes, int root, PeerWay 
   const Message message{one_shot ? PeerKind::kBroadcast : PeerKind::kBroadcastTwoShot,
                         is_root ? static_cast<const char*>(data) : nullptr,
                         is_root ? nullptr : static_cast<char*>(data), n_bytes, root};
-  return run(message, [&](const PeerCall& call, unsigned n_blocks) {
+  return run("broadcast", message, stream, [&](const PeerCall& call, unsigned n_blocks) {
     return cuda::peer_copy(call, n_blocks, options_.n_threads, stream);
   });
 }

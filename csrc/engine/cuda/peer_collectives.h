@@ -4,9 +4,10 @@
 // else happens on the host, no other rank is spoken to, and nothing is waited for. So all ranks must make the
 // same calls in the same order with the same sizes, each on one stream at a time (calls on several streams
 // need events between them). Tensors in PeerMemory are used where they lie when they are aligned to 16 bytes,
-// others are staged; ranks may differ in that. Launches can be captured into CUDA graphs, since all numbering
-// is the device's, and replayed between other calls, in the same order on all ranks. (Not emulated: not run
-// so far.)
+// others are staged; ranks may differ in that. Calls can be captured into CUDA graphs, since all numbering is
+// the device's, and replayed between other calls, in the same order on all ranks. A graph holds addresses: of
+// the tensors, of PeerMemory, of this object's pinned words; so it is replayed while all these live. A call
+// that fails while it is captured has failed alone: nothing has run, and the communicator stays as it was.
 //
 // A watchdog thread reads what the kernels tell in pinned memory (no CUDA call, so it disturbs no capture).
 // It says abort when a block has been waiting for timeout_s, when a kernel has stopped by itself (its peers
@@ -87,7 +88,7 @@ class PeerCollectives {
     uint64_t key = 0;
   };
   using Launch = std::function<Status(const cuda::PeerCall&, unsigned n_blocks)>;
-  Status run(const Message& message, const Launch& launch);
+  Status run(const char* what, const Message& message, cuda::Stream stream, const Launch& launch);
   uint64_t tile_bytes(cuda::PeerKind kind) const;
   cuda::PeerCall tile_of(const Message& message, uint64_t begin, uint64_t n_bytes, unsigned* n_blocks) const;
   uint64_t place_of(const void* p, size_t n_bytes) const;

@@ -10,6 +10,27 @@ Status cuda_status(int error, const char* what) {
   return Status::error(Code::kSystem, format("%s: %s: %s", what, cudaGetErrorName(e), cudaGetErrorString(e)));
 }
 
+Status capture_state(Stream stream, const char* what, bool* captured) {
+  cudaStreamCaptureStatus now = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(stream, &now);
+  *captured = error == cudaSuccess && now == cudaStreamCaptureStatusActive;
+  if (error == cudaErrorStreamCaptureImplicit) {
+    (void)cudaGetLastError();  // or the next launch would report it
+    return Status::error(
+        Code::kValue, format("%s on the default stream, while a stream that it waits for is captured into a "
+                             "CUDA graph: call it on the captured stream, or capture a non-blocking stream",
+                             what));
+  }
+  if (error == cudaSuccess && now == cudaStreamCaptureStatusInvalidated) {
+    return Status::error(
+        Code::kValue, format("%s cannot be captured: an earlier call has invalidated the capture of this "
+                             "stream; end it, and leave out what CUDA does not allow in a graph (waiting for "
+                             "the device, allocating, events of streams that are not captured)",
+                             what));
+  }
+  return cuda_status(error, "cudaStreamIsCapturing");
+}
+
 Status DeviceStreams::make(int device, std::unique_ptr<DeviceStreams>* out) {
   PYCOMM_RETURN_IF_ERROR(cuda_status(cudaSetDevice(device), "cudaSetDevice"));
   std::unique_ptr<DeviceStreams> made(new DeviceStreams(device));

@@ -65,6 +65,7 @@ NcclComm& NcclComm::operator=(NcclComm&& other) noexcept {
   rank_ = other.rank_;
   n_ranks_ = other.n_ranks_;
   device_ = other.device_;
+  exchanged_ = std::move(other.exchanged_);
   return *this;
 }
 

@@ -12,8 +12,10 @@
 
 #include <functional>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "base/status.h"
 #include "transport/cuda/nccl.h"
@@ -66,6 +68,11 @@ class NcclComm {
   Status abort(double timeout_s = kAbortTimeout_s);
   static constexpr double kAbortTimeout_s = 5;
 
+  // Peers with which messages have been exchanged. NCCL makes a connection for the first one, which the
+  // capture of a CUDA graph may forbid. Noted by who issues sends and receives.
+  bool has_exchanged(int peer, bool sent) const { return exchanged_.contains({peer, sent}); }
+  void note_exchange(int peer, bool sent) { exchanged_.insert({peer, sent}); }
+
   bool valid() const { return comm_ != nullptr; }
   Comm raw() const { return comm_; }
   const Api& api() const { return library_->api; }
@@ -83,6 +90,7 @@ class NcclComm {
   const Library* library_ = nullptr;
   Comm comm_ = nullptr;
   int rank_ = 0, n_ranks_ = 0, device_ = 0;
+  std::set<std::pair<int, bool>> exchanged_;
 };
 
 }  // namespace pycomm::nccl

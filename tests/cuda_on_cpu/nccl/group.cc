@@ -248,13 +248,14 @@ bool Operation::move_bytes(Queue& q, Transfer& t) {
     Header theirs = t.header;
     copy_ring(c, pos, reinterpret_cast<char*>(&theirs), sizeof(Header), q.sends);
     if (theirs != t.header) {
-      std::fprintf(stderr,
-                   "loopback NCCL: rank %d expects %zu bytes (call %u, type %u, op %u, root %u) of rank %d, "
-                   "which sends "
-                   "%zu (call %u, type %u, op %u, root %u)\n",
-                   core_->rank, static_cast<size_t>(t.header.n_bytes), t.header.kind, t.header.type,
-                   t.header.op, t.header.root, q.peer, static_cast<size_t>(theirs.n_bytes), theirs.kind,
-                   theirs.type, theirs.op, theirs.root);
+      const auto caller = [](const Header& h) { return h.is_replayed != 0 ? "a graph" : "a call"; };
+      std::fprintf(
+          stderr,
+          "loopback NCCL: rank %d, in %s, expects %zu bytes (call %u, type %u, op %u, root %u) of rank %d, "
+          "which, in %s, sends %zu (call %u, type %u, op %u, root %u)\n",
+          core_->rank, caller(t.header), static_cast<size_t>(t.header.n_bytes), t.header.kind, t.header.type,
+          t.header.op, t.header.root, q.peer, caller(theirs), static_cast<size_t>(theirs.n_bytes),
+          theirs.kind, theirs.type, theirs.op, theirs.root);
       core_->fail(nccl::kInvalidUsage, "ranks have made different calls; see stderr");
       q.broken = true;  // the others go on, so that the peer finds out as well
       return false;
