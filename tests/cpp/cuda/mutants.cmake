@@ -1,7 +1,7 @@
 # Faults planted in copies of the kernels, to prove that the tests would see them.
 #
-# pycomm_mutant(NAME FILE FROM TO UNIT FILTER) copies FILE of csrc/kernels/cuda with the text FROM, which must
-# occur exactly once, replaced by TO; compiles UNIT (a .cu, FILE itself or one that includes it) with the copy;
+# pycomm_mutant(NAME FILE FROM TO UNIT FILTER [FROM TO]) copies FILE of csrc/kernels/cuda with the text FROM, which must
+# occur exactly once, replaced by TO, and so the second pair; compiles UNIT (a .cu, FILE itself or one that includes it) with the copy;
 # links it with the tests in place of the original; and adds a test that passes when the tests of FILTER fail
 # under some seed. The shipped sources know nothing of it; a FROM that is gone stops the configuration.
 set(mutant_runner ${CMAKE_CURRENT_BINARY_DIR}/run_mutant.sh)
@@ -23,14 +23,23 @@ function(pycomm_mutant name file from to unit filter)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${source}/${file})
   file(READ ${source}/${file} text)
   string(REPLACE ";" "<semicolon>" text "${text}")
-  string(REPLACE ";" "<semicolon>" from "${from}")
-  string(REPLACE ";" "<semicolon>" to "${to}")
-  string(FIND "${text}" "${from}" first)
-  string(FIND "${text}" "${from}" last REVERSE)
-  if(first EQUAL -1 OR NOT first EQUAL last)
-    message(FATAL_ERROR "mutant ${name}: its text must occur once in ${file}; bring mutants.cmake up to date")
-  endif()
-  string(REPLACE "${from}" "${to}" text "${text}")
+  set(pairs "")
+  foreach(part IN ITEMS "${from}" "${to}" "${ARGV6}" "${ARGV7}")
+    string(REPLACE ";" "<semicolon>" part "${part}")
+    list(APPEND pairs "${part}")
+  endforeach()
+  while(pairs)
+    list(POP_FRONT pairs from to)
+    if(from STREQUAL "")
+      break()
+    endif()
+    string(FIND "${text}" "${from}" first)
+    string(FIND "${text}" "${from}" last REVERSE)
+    if(first EQUAL -1 OR NOT first EQUAL last)
+      message(FATAL_ERROR "mutant ${name}: its text must occur once in ${file}; bring mutants.cmake up to date")
+    endif()
+    string(REPLACE "${from}" "${to}" text "${text}")
+  endwhile()
   string(REPLACE "<semicolon>" ";" text "${text}")
   file(CONFIGURE OUTPUT ${folder}/kernels/cuda/${file} CONTENT "${text}" @ONLY)
   if(NOT unit STREQUAL file)
@@ -90,6 +99,13 @@ pycomm_mutant(no_barrier_after_the_flag peer.cuh
   peer_copy.cu "${peer_tests}")
 pycomm_mutant(stale_number peer.cuh
   "own.calls[b] = number + 1" "own.calls[b] = number" peer_copy.cu "${peer_tests}")
+# The number of the call comes from the host, which counts well, but not a graph's replays.
+pycomm_mutant(number_from_the_host peer_copy.cu
+  "  if (!enter(call, shared, &number)) return;" "  if (!enter(call, shared, &number)) return;\n  number = call.label;"
+  peer_copy.cu "Cuda/PeerGraph.IsReplayedWithNewInputs/all_gather"
+  "  return check_cuda(launch_resident(peer_copy_kernel, n_blocks, n_threads, stream, call), \"cuda peer_copy\");"
+  "  static uint64_t counts[kMaxPeers];\n  PeerCall baked = call;\n  baked.label = counts[call.rank]++;
+  return check_cuda(launch_resident(peer_copy_kernel, n_blocks, n_threads, stream, baked), \"cuda peer_copy\");")
 pycomm_mutant(no_meeting_after_reading_tensors peer.cuh
   "if (two_shot || reads_tensors(call, shared)) {" "if (two_shot) {" peer_copy.cu "${peer_tests}")
 if(PYCOMM_SANITIZE STREQUAL "thread")
