@@ -132,9 +132,10 @@ TEST_P(PeerGraph, IsReplayedWithNewInputs) {
           call.set_input(round);
           ASSERT_OK(graph.replay(self.stream));
           ASSERT_OK(self.pass());
-          ASSERT_TRUE(call.is_right(round)) << "in memory of its own: " << symmetric;
+          ASSERT_TRUE(call.is_right(round)) << "in symmetric memory: " << symmetric;
         }
       });
+      if (HasFailure()) return;
     }
   }
 }
@@ -164,6 +165,7 @@ TEST_P(PeerGraph, IsReplayedBetweenEagerCalls) {
         ASSERT_TRUE(round % 3 != 0 || other.is_right(round + 70));
       }
     });
+    if (HasFailure()) return;
   }
 }
 

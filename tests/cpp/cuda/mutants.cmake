@@ -7,6 +7,7 @@
 set(mutant_runner ${CMAKE_CURRENT_BINARY_DIR}/run_mutant.sh)
 file(WRITE ${mutant_runner} [=[
 # run_mutant.sh PROGRAM FILTER: exit 0 when the program fails under some seed.
+[ -x "$1" ] || { echo "$1 was not built"; exit 1; }
 export PEER_TEST_TIMEOUT_S=20
 for seed in 0 1 2; do
   CUDA_ON_CPU_SEED=$seed "$1" --gtest_brief=1 --gtest_fail_fast --gtest_filter="$2" && continue
