@@ -73,8 +73,7 @@ Status Communicator::check_usable() const {
   }
   if (closed()) return Status::error(Code::kClosed, "the communicator is closed");
   if (shrunk_.load(std::memory_order_acquire)) {  // not what those who were left out have told since
-    return Status::error(Code::kClosed,
-                         "the communicator was shrunk: use the one that shrink() returned");
+    return Status::error(Code::kClosed, "the communicator was shrunk: use the one that shrink() returned");
   }
   if (group_->failed()) [[unlikely]]
     return group_->failure();
