@@ -2,13 +2,14 @@
 
 #include <algorithm>
 
+#include "engine/device_engine.h"
 #include "schedule/catalog.h"
 
 namespace pycomm {
 
 namespace {
 constexpr uint32_t kRefusedHash = 0xffffffffu;  // no valid call has it
-constexpr int32_t kRootBits = (1 << 28) - 1;    // ranks are below 2^20 (schedule/step.h)
+constexpr int32_t kRootBits = (1 << 27) - 1;    // ranks are below 2^20 (schedule/step.h)
 }  // namespace
 
 const char* call_kind_name(CallKind kind) {
@@ -59,7 +60,7 @@ uint32_t hash_mix(uint64_t a, uint64_t b) {
 uint64_t Signature::packed() const {
   return static_cast<uint64_t>(kind) | static_cast<uint64_t>(op) << 8 | static_cast<uint64_t>(dtype) << 16 |
          static_cast<uint64_t>(algorithm) << 24 | static_cast<uint64_t>(root & kRootBits) << 32 |
-         static_cast<uint64_t>(compression) << 60 | static_cast<uint64_t>(deterministic) << 63;
+         static_cast<uint64_t>(on_device) << 59 | static_cast<uint64_t>(compression) << 60 | static_cast<uint64_t>(deterministic) << 63;
 }
 
 Signature Signature::unpack(uint64_t packed, uint64_t count, uint32_t extra) {
@@ -69,6 +70,7 @@ Signature Signature::unpack(uint64_t packed, uint64_t count, uint32_t extra) {
   s.dtype = static_cast<DType>(packed >> 16 & 255);
   s.algorithm = static_cast<uint8_t>(packed >> 24 & 255);
   s.root = static_cast<int32_t>(packed >> 32 & kRootBits);
+  s.on_device = (packed >> 59 & 1) != 0;
   s.compression = static_cast<Compression>(packed >> 60 & 7);
   s.deterministic = packed >> 63 != 0;
   s.count = count;
@@ -85,7 +87,10 @@ uint32_t Signature::hash() const {
 std::string Signature::text() const {
   std::string s = call_kind_name(kind);
   if (kind == CallKind::kBarrier || kind == CallKind::kRefused) return s;
-  if (algorithm < catalog().size()) s += std::string("/") + catalog()[algorithm].name;
+  if (algorithm < catalog().size())
+    s += std::string("/") + catalog()[algorithm].name;
+  else if (const char* way = on_device ? device_way_name(algorithm) : ""; *way != 0)
+    s += std::string("/") + way;
   s += "(";
   const bool reduces =
       kind == CallKind::kAllReduce || kind == CallKind::kReduceScatter || kind == CallKind::kReduce;
@@ -96,6 +101,7 @@ std::string Signature::text() const {
   if (rooted) s += ", root " + std::to_string(root);
   if (compression != Compression::kNone) s += std::string(", compression ") + compression_name(compression);
   if (deterministic) s += ", deterministic";
+  if (on_device) s += ", on CUDA";
   return s + format(", parameters %08x)", extra);
 }
 

@@ -44,6 +44,7 @@ struct Signature {
   int32_t root = 0;
   bool deterministic = false;
   Compression compression = Compression::kNone;
+  bool on_device = false;  // tensors on CUDA; algorithm is then a way of engine/device_engine.h
   uint64_t count = 0;  // elements of the whole vector
   uint32_t extra = 0;  // hash of per-rank counts, tile size and the arena's algorithm
 
@@ -91,6 +92,9 @@ struct Call {
   uint8_t direct_algorithm = 255;  // used when every rank's tensors are in the arena; sig.algorithm otherwise
   bool in_float32 = false;         // the buffers hold float32 instead (engine/convert.h)
   float* residual = nullptr;       // error feedback: of each element of the vector, or null
+  int device = -1;                 // of the tensors, -1: host memory
+  void* stream = nullptr;          // the caller's, on that device
+  bool agree_only = false;         // compare the signatures, wait for all ranks, and move nothing
   DType dtype() const { return in_float32 ? DType::kFloat32 : sig.dtype; }
 };
 

@@ -95,6 +95,7 @@ Status Communicator::prepare(Request* request, const char* algorithm) {
                                               call_kind_name(sig.kind), sig.root, size()));
   }
   sig.algorithm = 255;
+  if (call.device >= 0) return prepare_on_device(request, algorithm);
   uint64_t counts_hash = 0;
   for (uint64_t c : request->counts) counts_hash = hash_mix(counts_hash, c);
   sig.deterministic = request->deterministic;
@@ -172,6 +173,7 @@ Status Communicator::execute(Request& request, CallerHooks* hooks) {
   call.counts = request.counts;
   call.send_counts = request.send_counts;
   call.recv_counts = request.recv_counts;
+  if (call.device >= 0) return execute_on_device(request, hooks, timeout_s);
   try {
     const auto run = [&] {
       return hierarchy_ != nullptr ? hierarchy_->run(call, hooks, timeout_s)
@@ -194,6 +196,7 @@ Status Communicator::execute(Request& request, CallerHooks* hooks) {
 
 Status Communicator::run(Request& request, CallerHooks* hooks) {
   PYCOMM_RETURN_IF_ERROR(check_usable());
+  if (request.call.device >= 0) PYCOMM_RETURN_IF_ERROR(take_turn(&request));
   if (waiting_.load() == 0 && !busy_.exchange(true)) {
     Status s = execute(request, hooks);
     busy_.store(false);
@@ -201,17 +204,18 @@ Status Communicator::run(Request& request, CallerHooks* hooks) {
       std::lock_guard lock(mutex_);
       cv_.notify_all();
     }
-    return s;
+    return s.ok() && request.end != nullptr ? request.end->order(request.call.stream) : std::move(s);
   }
   // Behind what is queued. The request stays ours: we wait for its end before we return.
   auto work = std::make_shared<Work>();
   PYCOMM_RETURN_IF_ERROR(enqueue(std::make_unique<Request>(request), work, false));
   bool finished;
   Status s = work->wait(-1, hooks, &finished);
-  if (s.code() == Code::kInterrupt && !work->done()) {
+  if (s.code() == Code::kInterrupt && !work->issued()) {
     abort("interrupted");
     const Status ignored = work->wait(-1, nullptr, &finished);  // the tensors must outlive the call
   }
+  if (s.ok() && (request.end = work->end()) != nullptr) return request.end->order(request.call.stream);
   return s;
 }
 
@@ -219,9 +223,10 @@ std::shared_ptr<Work> Communicator::start(std::unique_ptr<Request> request) {
   auto work = std::make_shared<Work>();
   work->set_communicator(weak_from_this());
   Status s = check_usable();
+  if (s.ok() && request->call.device >= 0) s = take_turn(request.get());
   if (s.ok()) {
     const Signature& sig = request->call.sig;
-    const bool small = sig.kind != CallKind::kAllToAll && sig.count * dtype_size(sig.dtype) <= kEagerBytes;
+    const bool small = request->call.device < 0 && sig.kind != CallKind::kAllToAll && sig.count * dtype_size(sig.dtype) <= kEagerBytes;
     s = enqueue(std::move(request), work, small);
   }
   if (!s.ok()) work->finish(std::move(s));
@@ -280,6 +285,7 @@ Status Communicator::finish(Job job, CallerHooks* hooks) {
   busy_.store(false);
   // Only now: a caller that sees no waiting jobs may run inline.
   waiting_.fetch_sub(1);
+  job.work->set_end(job.request->end);
   // Ctrl-C is for who waited here; others who ask the work learn what became of the group.
   job.work->finish(s.code() == Code::kInterrupt ? group_->failure() : s.clone());
   return s;
@@ -329,6 +335,7 @@ void Communicator::serve() {
 void Communicator::abort(const std::string& why) {
   if (!group_->failed()) group_->abort(why);  // whoever waits looks at it every slice
   if (hierarchy_ != nullptr && !group_->node()->forked()) hierarchy_->remote().tell_now();
+  if (device() != nullptr && !group_->node()->forked()) device()->abort(group_->failure());
   p2p_->stop();
 }
 
@@ -359,6 +366,8 @@ Status Communicator::close(CallerHooks* hooks, double limit_s, const std::string
   }
   lock.unlock();
   if (thread_.joinable()) thread_.join();
+  device_now_.store(nullptr);
+  device_.reset();
   p2p_->stop();
   if (hierarchy_ != nullptr) hierarchy_->remote().leave(why);
   shrink_->leave(why);

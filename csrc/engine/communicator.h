@@ -16,6 +16,7 @@
 #include <mutex>
 #include <thread>
 
+#include "engine/device_engine.h"
 #include "engine/engine.h"
 #include "engine/hierarchy.h"
 #include "engine/select.h"
@@ -33,6 +34,8 @@ struct Request {
   bool deterministic = false;
   std::string refusal;   // not empty: refuse, instead of calling
   double timeout_s = 0;  // 0: the communicator's
+  std::shared_ptr<DeviceTurn> turn;  // of a call on device tensors: from its making to its issue
+  std::shared_ptr<DeviceEnd> end;    // once it is issued
 };
 
 // Switching to the progress thread and back costs 10 to 100 us; torch's functional collectives take 50 us
@@ -73,6 +76,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Between hosts; null when all ranks are on this one.
   HostSelector* host_selector() { return hierarchy_ == nullptr ? nullptr : &hierarchy_->selector(); }
   PointToPoint& p2p() { return *p2p_; }
+  // On CUDA; null before the first call on CUDA tensors.
+  DeviceEngine* device() { return device_now_.load(std::memory_order_acquire); }
 
   // Fills in algorithm, tile size and hash; kValue or kType when the request cannot be served.
   Status prepare(Request* request, const char* algorithm);
@@ -115,6 +120,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status make_child(const std::vector<int>& members, const std::vector<uint64_t>& offsets, uint64_t salt,
                     std::shared_ptr<Communicator>* out);
   Status execute(Request& request, CallerHooks* hooks);
+  // communicator_device.cc
+  Status prepare_on_device(Request* request, const char* algorithm);
+  Status take_turn(Request* request);
+  Status execute_on_device(Request& request, CallerHooks* hooks, double timeout_s);
+  Status make_device(int device, CallerHooks* hooks, double timeout_s);
+  Status exchange(const void* mine, size_t n_bytes, void* all, CallerHooks* hooks, double timeout_s);
+  Status compare_splits(const Call& call, CallerHooks* hooks, double timeout_s);
   Status enqueue(std::unique_ptr<Request> request, std::shared_ptr<Work> work, bool small);
   void serve();
   void wait_for_job(std::unique_lock<std::mutex>& lock);
@@ -140,6 +152,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::condition_variable cv_;
   std::deque<Job> queue_;
   bool stop_ = false;
+  std::atomic<DeviceEngine*> device_now_{nullptr};
+  std::unique_ptr<DeviceEngine> device_;
+  CallerHooks* device_hooks_ = nullptr;  // of the call on CUDA that is being executed
+  double device_timeout_s_ = 0;
   bool watching_ = false;  // the thread will look by itself, within kPatienceS
   std::thread thread_;
 };

@@ -122,6 +122,15 @@ Status Group::failed_peer(const std::string& here) const {
 }
 
 // Whether a dead peer still matters is for whoever waits for it to say: it may have done its part and gone.
+Status Group::dead_peer(const std::string& here) const {
+  for (int q = 0; q < size(); q++) {
+    if (q == rank() || node_->alive(node_rank(q))) continue;
+    const uint64_t state = control(q).state.word.load(std::memory_order_acquire);
+    if (state != static_cast<uint64_t>(RankState::kLeft)) return trouble(q, here, "");
+  }
+  return Status();
+}
+
 Status Group::trouble(int peer, const std::string& here, const std::string& progress) const {
   PYCOMM_RETURN_IF_ERROR(failed_peer(here));
   if (peer < 0) {

@@ -71,6 +71,8 @@ class Group {
 
   // The first rank here that has failed, as an error; OK: none has.
   Status failed_peer(const std::string& here) const;
+  // The first rank here that has died without leaving, as an error; OK: none has.
+  Status dead_peer(const std::string& here) const;
   // What makes it hopeless to wait for `peer` (-1: any of them): a rank that failed, or the peer has gone.
   // `progress` is added where this rank saw it first.
   Status trouble(int peer, const std::string& here, const std::string& progress) const;

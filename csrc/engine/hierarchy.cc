@@ -79,6 +79,7 @@ Status Hierarchy::run(const Call& call, CallerHooks* hooks, double timeout_s) {
 }
 
 Status Hierarchy::dispatch() {
+  if (call_->agree_only) return barrier();
   const bool exact = call_->sig.deterministic && !placement_.keeps_order();
   switch (call_->sig.kind) {
     case CallKind::kAllReduce: return exact ? exact_all_reduce() : all_reduce();

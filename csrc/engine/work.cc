@@ -54,7 +54,7 @@ Status Work::result() const {
 
 Status Work::wait(double timeout_s, CallerHooks* hooks, bool* finished) {
   *finished = true;
-  if (done()) return result();
+  if (issued()) return result();
   if (forked()) {  // before any lock: it may have been held by a thread that is not in this process
     return Status::error(Code::kClosed,
                          "this call was made in the parent of this forked process, which alone can wait for "
@@ -72,14 +72,14 @@ Status Work::wait(double timeout_s, CallerHooks* hooks, bool* finished) {
   if (hooks != nullptr) hooks->before_block();
   const double end = timeout_s < 0 ? INFINITY : monotonic_s() + timeout_s;
   std::unique_lock lock(mutex_);
-  while (!done()) {
+  while (!issued()) {
     const double left = end - monotonic_s();
     if (left <= 0) {
       *finished = false;
       return Status();
     }
     cv_.wait_for(lock, std::chrono::duration<double>(std::min(left, 0.001 * kSliceMs)));
-    if (hooks == nullptr || done()) continue;
+    if (hooks == nullptr || issued()) continue;
     lock.unlock();
     PYCOMM_RETURN_IF_ERROR(hooks->poll());
     lock.lock();

@@ -14,6 +14,7 @@
 #include <mutex>
 
 #include "base/status.h"
+#include "engine/device_engine.h"
 #include "engine/group.h"
 
 namespace pycomm {
@@ -37,7 +38,11 @@ class Completions {
 class Work {
  public:
   void finish(Status status);
-  bool done() const { return done_.load(std::memory_order_acquire); }
+  // A call on device tensors is done when the device has passed it; wait() waits until it is issued only.
+  bool done() const { return issued() && (end_ == nullptr || end_->passed()); }
+  bool issued() const { return done_.load(std::memory_order_acquire); }
+  void set_end(std::shared_ptr<DeviceEnd> end) { end_ = std::move(end); }  // before finish()
+  const std::shared_ptr<DeviceEnd>& end() const { return end_; }             // null before it is issued
   // Of whose queue it is, or (send, recv) whose transfer; before the work is shown to anybody.
   void set_communicator(std::weak_ptr<Communicator> communicator, bool is_transfer = false) {
     communicator_ = std::move(communicator);
@@ -62,6 +67,7 @@ class Work {
   mutable std::mutex mutex_;
   std::condition_variable cv_;
   Status status_;
+  std::shared_ptr<DeviceEnd> end_;
   std::deque<std::pair<std::shared_ptr<Completions>, uint64_t>> listeners_;
 };
 

@@ -1,14 +1,8 @@
 #include "engine/cuda/streams.h"
 
-#include <cuda_runtime_api.h>
+#include "transport/cuda/runtime.h"
 
 namespace pycomm::cuda {
-
-Status cuda_status(int error, const char* what) {
-  if (error == cudaSuccess) return Status();
-  const auto e = static_cast<cudaError_t>(error);
-  return Status::error(Code::kSystem, format("%s: %s: %s", what, cudaGetErrorName(e), cudaGetErrorString(e)));
-}
 
 Status capture_state(Stream stream, const char* what, bool* captured) {
   cudaStreamCaptureStatus now = cudaStreamCaptureStatusNone;

@@ -17,8 +17,6 @@ namespace pycomm::cuda {
 
 using Event = CUevent_st*;
 
-Status cuda_status(int error, const char* what);  // cudaError_t, 0 is success
-
 // Whether the stream is captured into a CUDA graph, so that what is put on it runs at the graph's replays,
 // and not now. kValue when nothing can be put on it: its capture has been invalidated by something that CUDA
 // does not allow, or it is the legacy default stream and another stream of the device is captured.

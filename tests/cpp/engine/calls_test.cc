@@ -19,12 +19,12 @@ TEST(Coalesced, ManyPiecesAreOneVector) {
         const auto& layout = layouts[(round + static_cast<size_t>(self.rank)) % layouts.size()];
         const bool in_place = round % 2 == 0;
         constexpr uint64_t kCount = 5046;
-        std::vector<std::unique_ptr<Block<float>>> pieces, outs;
+        std::vector<std::unique_ptr<Guarded<float>>> pieces, outs;
         std::vector<Segment> in, out;
         uint64_t at = 0;
         for (uint64_t len : layout) {
-          pieces.push_back(std::make_unique<Block<float>>(len, at % 2 == 0 ? &self : nullptr));
-          outs.push_back(std::make_unique<Block<float>>(len, nullptr));
+          pieces.push_back(std::make_unique<Guarded<float>>(len, at % 2 == 0 ? &self : nullptr));
+          outs.push_back(std::make_unique<Guarded<float>>(len, nullptr));
           for (uint64_t i = 0; i < len; i++)
             (*pieces.back())[i] = static_cast<float>((at + i) % 11 + self.rank);
           in.push_back({reinterpret_cast<std::byte*>(pieces.back()->data()), len});
@@ -77,7 +77,7 @@ TEST(Coalesced, NeighboursBecomeOnePiece) {
 // Segments of a bucket that lies in the arena are one piece there, so the direct protocol serves them.
 TEST(Coalesced, AdjacentPiecesInTheArenaGoDirect) {
   run_ranks(3, [](TestRank& self) {
-    const Block<float> bucket(9000, &self);
+    const Guarded<float> bucket(9000, &self);
     for (uint64_t i = 0; i < bucket.size(); i++) bucket[i] = static_cast<float>(i % 13);
     std::vector<Segment> pieces;
     for (uint64_t at = 0; at < bucket.size(); at += 3000)
@@ -104,7 +104,7 @@ void all_to_all(TestRank& self, const std::function<uint64_t(int, int)>& size_of
     for (uint64_t i = 0; i < size_of(r, q); i++) in.push_back(letter(r, q, i));
     for (uint64_t i = 0; i < size_of(q, r); i++) want.push_back(letter(q, r, i));
   }
-  const Block<int64_t> from(in.size(), r % 2 == 0 ? &self : nullptr), to(want.size(), nullptr);
+  const Guarded<int64_t> from(in.size(), r % 2 == 0 ? &self : nullptr), to(want.size(), nullptr);
   for (size_t i = 0; i < in.size(); i++) from[i] = in[i];
   request.call.in = Buffer(from.data(), from.size());
   request.call.out = Buffer(to.data(), to.size());

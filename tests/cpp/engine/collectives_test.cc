@@ -88,8 +88,8 @@ void run_case(TestRank& self, const Algorithm& a, const Case& c) {
     return arena ? &self : nullptr;
   };
   const bool shared = c.in_place && both;
-  const Block<T> big(shared ? c.count : 0, home(0));
-  const Block<T> own_in(shared ? 0 : in.len, home(0)), own_out(shared ? 0 : out.len, home(1));
+  const Guarded<T> big(shared ? c.count : 0, home(0));
+  const Guarded<T> own_in(shared ? 0 : in.len, home(0)), own_out(shared ? 0 : out.len, home(1));
   T* const in_data = shared ? big.data() + in.from : own_in.data();
   T* const out_data = shared ? big.data() + out.from : own_out.data();
   const auto given = [&](uint64_t i) {

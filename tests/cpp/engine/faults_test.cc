@@ -36,7 +36,7 @@ Status call_something(TestRank& self, unsigned seed, bool* checked) {
     for (size_t i = 0; i < out.size(); i++) *checked = *checked && out[i] == static_cast<int64_t>(i / n);
     return Status();
   }
-  const Block<float> v(n, kind == 2 ? &self : nullptr);
+  const Guarded<float> v(n, kind == 2 ? &self : nullptr);
   for (uint64_t i = 0; i < n; i++) v[i] = static_cast<float>(self.rank + 1);
   Request request = request_of(CallKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, n);
   request.call.in = request.call.out = Buffer(v.data(), n);
@@ -277,7 +277,7 @@ TEST(Close, ThePartingWordReachesWhoeverWaits) {
 TEST(Close, RightAfterACallHarmsNobody) {
   for (int round = 0; round < 20; round++) {
     run_ranks(4, [&](TestRank& self) {
-      const Block<float> v(20000, round % 2 == 0 ? &self : nullptr);
+      const Guarded<float> v(20000, round % 2 == 0 ? &self : nullptr);
       for (uint64_t i = 0; i < v.size(); i++) v[i] = 1;
       PYCOMM_ASSERT_OK(all_reduce(*self.comm, v.data(), v.size()));
       for (uint64_t i = 0; i < v.size(); i++) ASSERT_EQ(v[i], 4);

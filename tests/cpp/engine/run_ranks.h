@@ -5,7 +5,7 @@
 // so TSAN sees each access that races. A rank that leaves fn early (a failed ASSERT) closes its communicator,
 // so its peers get an error instead of waiting; every wait ends at kDeadlineS.
 //
-// Block<T> is test memory, ordinary or in the rank's arena, between guards that are checked when it dies.
+// Guarded<T> is test memory, ordinary or in the rank's arena, between guards that are checked when it dies.
 // Values are small integers, exact in every dtype used, so that any order of summation gives the same bits.
 #pragma once
 
@@ -79,10 +79,10 @@ inline void run_ranks(int n, const std::function<void(TestRank&)>& fn, double ti
 }
 
 template <class T>
-class Block {
+class Guarded {
  public:
   // In the arena of `owner`, or ordinary memory when it is null.
-  Block(uint64_t n, const TestRank* owner) : n_(n), owner_(owner) {
+  Guarded(uint64_t n, const TestRank* owner) : n_(n), owner_(owner) {
     const size_t n_bytes = (n + 2 * kGuard) * sizeof(T);
     if (owner != nullptr) {
       const Status s = owner->arena().allocate(n_bytes, &offset_);
@@ -94,7 +94,7 @@ class Block {
     }
     std::memset(static_cast<void*>(all_), kPattern, n_bytes);
   }
-  ~Block() {
+  ~Guarded() {
     const auto intact = [](const T* p) {
       for (size_t i = 0; i < kGuard * sizeof(T); i++) {
         if (reinterpret_cast<const unsigned char*>(p)[i] != kPattern) return false;
@@ -105,8 +105,8 @@ class Block {
     EXPECT_TRUE(intact(all_ + kGuard + n_)) << "written behind the tensor";
     if (owner_ != nullptr) owner_->arena().release(offset_);
   }
-  Block(const Block&) = delete;
-  Block& operator=(const Block&) = delete;
+  Guarded(const Guarded&) = delete;
+  Guarded& operator=(const Guarded&) = delete;
 
   T* data() const { return all_ + kGuard; }
   uint64_t size() const { return n_; }

@@ -1,0 +1,137 @@
+// Calls on CUDA tensors: agreed on as any call, then issued on the device (engine/device_engine.h).
+#include <cstring>
+
+#include "engine/communicator.h"
+
+namespace pycomm {
+
+Status Communicator::prepare_on_device(Request* request, const char* algorithm) {
+  Call& call = request->call;
+  Signature& sig = call.sig;
+  const auto refuse = [&](const std::string& why) {
+    return Status::error(Code::kValue, format("%s: %s", call_kind_name(sig.kind), why.c_str()));
+  };
+  if (const char* why = DeviceEngine::why_not_built()) return refuse(why);
+  const DeviceEngine* const known = device();
+  if (known != nullptr && known->device() != call.device) {
+    return refuse(format("the tensors are on cuda:%d, and this communicator's calls on CUDA are on cuda:%d; a "
+                         "communicator has one device on each rank, that of its first call on CUDA (split() "
+                         "makes another one)",
+                         call.device, known->device()));
+  }
+  sig.on_device = true;
+  sig.deterministic = request->deterministic;
+  if (algorithm != nullptr && sig.kind != CallKind::kAllToAll)
+    PYCOMM_RETURN_IF_ERROR(find_device_way(sig.kind, algorithm, &sig.algorithm));
+  if (sig.compression != Compression::kNone) {
+    if (sig.dtype != DType::kFloat32) return refuse("compression on CUDA is of float32 tensors");
+    if (sig.kind != CallKind::kAllReduce && sig.kind != CallKind::kReduceScatter &&
+        sig.kind != CallKind::kAllGather)
+      return refuse("there is no compression of this collective");
+  }
+  uint64_t hash = 0;
+  for (const uint64_t c : request->counts) hash = hash_mix(hash, c);
+  sig.extra = hash_mix(hash, 0);
+  return Status();
+}
+
+// From here on calls that are made later, over any communicator of this process and device, come after.
+Status Communicator::take_turn(Request* request) {
+  Status s = DeviceTurn::take(group_->node().get(), request->call.device, request->call.stream, &request->turn);
+  if (s.ok()) return s;
+  Request refusal;  // the peers would wait for this rank
+  refusal.refusal = s.message();
+  const Status told = run(refusal, nullptr);
+  return s;
+}
+
+Status Communicator::exchange(const void* mine, size_t n_bytes, void* all, CallerHooks* hooks,
+                              double timeout_s) {
+  Request r;
+  r.call.sig.kind = CallKind::kAllGather;
+  r.call.sig.count = n_bytes * static_cast<size_t>(size());
+  r.call.in = Buffer(const_cast<void*>(mine), n_bytes);
+  r.call.out = Buffer(all, r.call.sig.count);
+  r.counts.assign(static_cast<size_t>(size()), n_bytes);
+  r.timeout_s = timeout_s;
+  PYCOMM_RETURN_IF_ERROR(prepare(&r, nullptr));
+  return execute(r, hooks);
+}
+
+Status Communicator::make_device(int device, CallerHooks* hooks, double timeout_s) {
+  DeviceEngine::Link link;
+  link.rank = rank();
+  link.n_ranks = size();
+  link.one_host = hierarchy_ == nullptr;
+  link.exchange = [this](const void* mine, size_t n_bytes, void* all) {
+    return exchange(mine, n_bytes, all, device_hooks_, device_timeout_s_);
+  };
+  link.describe = [this](int q) { return describe(q); };
+  link.trouble = [this]() -> Status {
+    if (group_->failed()) return group_->failure();
+    const char* const here = "a call on CUDA";
+    PYCOMM_RETURN_IF_ERROR(group_->dead_peer(here));
+    return group_->failed_peer(here);
+  };
+  link.fail = [this](const Status& s) {
+    group_->fail(s);
+    if (hierarchy_ != nullptr) hierarchy_->remote().tell_now();
+  };
+  PYCOMM_RETURN_IF_ERROR(DeviceEngine::create(group_->node().get(), device, std::move(link), &device_));
+  device_now_.store(device_.get(), std::memory_order_release);
+  return Status();
+}
+
+// Sizes of an all_to_all that differ would hang on the device.
+Status Communicator::compare_splits(const Call& call, CallerHooks* hooks, double timeout_s) {
+  const auto n = static_cast<size_t>(size());
+  std::vector<uint64_t> all(n * n);
+  PYCOMM_RETURN_IF_ERROR(
+      exchange(call.send_counts.data(), n * sizeof(uint64_t), all.data(), hooks, timeout_s));
+  std::vector<uint64_t> recvs(n * n);
+  PYCOMM_RETURN_IF_ERROR(
+      exchange(call.recv_counts.data(), n * sizeof(uint64_t), recvs.data(), hooks, timeout_s));
+  for (size_t from = 0; from < n; from++) {
+    for (size_t to = 0; to < n; to++) {
+      const auto sent = static_cast<unsigned long long>(all[from * n + to]);
+      const auto expected = static_cast<unsigned long long>(recvs[to * n + from]);
+      if (sent == expected) continue;
+      return Status::error(Code::kMismatch, format("all_to_all on CUDA: rank %zu sends %llu elements to rank "
+                                                   "%zu, which expects %llu",
+                                                   from, sent, to, expected));
+    }
+  }
+  return Status();
+}
+
+Status Communicator::execute_on_device(Request& request, CallerHooks* hooks, double timeout_s) {
+  Call& call = request.call;
+  const auto failed = [&](Status s) {  // of this rank alone: the others must not wait
+    group_->fail(s.code() == Code::kInterrupt
+                     ? Status::error(Code::kClosed, call.sig.text() + " was interrupted (Ctrl-C)")
+                     : s.clone());
+    if (hierarchy_ != nullptr) hierarchy_->remote().tell_now();
+    return s;
+  };
+  const auto trouble = [this] { return group_->failed() ? group_->failure() : Status(); };
+  if (Status s = request.turn->wait(hooks, trouble); !s.ok()) return failed(std::move(s));
+  Call agreement;
+  agreement.sig = call.sig;
+  agreement.agree_only = true;
+  PYCOMM_RETURN_IF_ERROR(hierarchy_ != nullptr ? hierarchy_->run(agreement, hooks, timeout_s)
+                                               : engine_->agree(call.sig, hooks, timeout_s));
+  device_hooks_ = hooks;
+  device_timeout_s_ = timeout_s;
+  if (device_ == nullptr) PYCOMM_RETURN_IF_ERROR(make_device(call.device, hooks, timeout_s));
+  if (call.sig.kind == CallKind::kAllToAll) {
+    Status s = compare_splits(call, hooks, timeout_s);
+    if (s.code() == Code::kMismatch) return failed(std::move(s));
+    PYCOMM_RETURN_IF_ERROR(std::move(s));
+  }
+  PYCOMM_RETURN_IF_ERROR(device_->choose(&call));
+  Status s = device_->run(call, *request.turn, timeout_s, &request.end);
+  request.turn.reset();
+  return s;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,99 @@
+#include "engine/cuda/device_context.h"
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+
+#include "transport/cuda/runtime.h"
+
+namespace pycomm::cuda {
+
+namespace {
+std::mutex all_mutex;
+std::map<std::pair<const Node*, int>, std::weak_ptr<DeviceContext>>& all_contexts() {
+  static auto* const all = new std::map<std::pair<const Node*, int>, std::weak_ptr<DeviceContext>>;
+  return *all;
+}
+}  // namespace
+
+Status DeviceContext::get(const Node* process, int device, std::shared_ptr<DeviceContext>* out) {
+  const std::lock_guard lock(all_mutex);
+  std::weak_ptr<DeviceContext>& known = all_contexts()[{process, device}];
+  if ((*out = known.lock()) != nullptr) return Status();
+  const DeviceGuard guard(device);
+  PYCOMM_RETURN_IF_ERROR(guard.status());
+  std::shared_ptr<DeviceContext> made(new DeviceContext(device));
+  PYCOMM_RETURN_IF_ERROR(DeviceStreams::make(device, &made->streams_));
+  known = made;
+  *out = std::move(made);
+  return Status();
+}
+
+DeviceContext::~DeviceContext() {
+  const DeviceGuard guard(device_);
+  streams_.reset();
+  for (const Event e : events_) (void)cudaEventDestroy(e);
+  for (void* const p : blocks_) (void)cudaFree(p);
+}
+
+Status DeviceContext::scratch(size_t n_bytes, std::byte** p) {
+  if (n_bytes > n_scratch_bytes_) {
+    const size_t more = std::max({n_bytes, 2 * n_scratch_bytes_, size_t{1} << 20});
+    void* block = nullptr;
+    cudaError_t error = cudaMalloc(&block, more);
+    size_t got = more;
+    if (error != cudaSuccess && more > n_bytes) {
+      (void)cudaGetLastError();
+      error = cudaMalloc(&block, got = n_bytes);
+    }
+    PYCOMM_RETURN_IF_ERROR(cuda_status(error, format("cudaMalloc of %zu bytes of scratch", got)));
+    blocks_.push_back(block);
+    n_scratch_bytes_ = got;
+  }
+  *p = blocks_.empty() ? nullptr : static_cast<std::byte*>(blocks_.back());
+  return Status();
+}
+
+Status DeviceContext::take_event(Event* out) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!events_.empty()) {
+      *out = events_.back();
+      events_.pop_back();
+      return Status();
+    }
+  }
+  const DeviceGuard guard(device_);
+  PYCOMM_RETURN_IF_ERROR(guard.status());
+  return cuda_status(cudaEventCreateWithFlags(out, cudaEventDisableTiming),
+                             "cudaEventCreateWithFlags");
+}
+
+void DeviceContext::give_event(Event event) {
+  const std::lock_guard lock(mutex_);
+  events_.push_back(event);
+}
+
+uint64_t DeviceContext::take_turn() {
+  const std::lock_guard lock(mutex_);
+  return next_turn_++;
+}
+
+void DeviceContext::end_turn(uint64_t turn) {
+  {
+    const std::lock_guard lock(mutex_);
+    ended_early_.insert(turn);
+    while (!ended_early_.empty() && *ended_early_.begin() == now_) {
+      ended_early_.erase(ended_early_.begin());
+      now_++;
+    }
+  }
+  changed_.notify_all();
+}
+
+bool DeviceContext::await_turn(uint64_t turn, double slice_s) {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_for(lock, std::chrono::duration<double>(slice_s), [&] { return now_ >= turn; });
+}
+
+}  // namespace pycomm::cuda

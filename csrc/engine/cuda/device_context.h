@@ -1,0 +1,63 @@
+// DeviceContext: what all communicators of a process share on one device.
+//
+// The communication stream and the reduce stream (streams.h), scratch memory that calls use one after the
+// other (they are on one stream, so nothing else orders them), events, and the turns: every call takes the
+// next number when its caller makes it, and is issued when all before it are. Programs that make the same
+// calls in the same order on all ranks, over whatever communicators, therefore issue them in one order
+// everywhere, without which NCCL and kernels that wait for peers deadlock.
+//
+// A rank is a process; tests have ranks as threads, which their Node tells apart. Scratch only grows: what was
+// outgrown stays until the context goes, since cudaFree would wait for kernels that wait for peers. Any
+// thread, but scratch and streams: by whoever holds issuing().
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <vector>
+
+#include "engine/cuda/streams.h"
+
+namespace pycomm {
+class Node;
+}
+
+namespace pycomm::cuda {
+
+class DeviceContext {
+ public:
+  // The one of this process and device, made when there is none.
+  static Status get(const Node* process, int device, std::shared_ptr<DeviceContext>* out);
+  ~DeviceContext();
+
+  int device() const { return device_; }
+  DeviceStreams& streams() { return *streams_; }
+  std::mutex& issuing() { return issuing_; }
+  Status scratch(size_t n_bytes, std::byte** p);  // aligned to 256
+
+  Status take_event(Event* out);
+  void give_event(Event event);
+
+  uint64_t take_turn();
+  void end_turn(uint64_t turn);
+  // False after `slice_s` when it is not that one's yet.
+  bool await_turn(uint64_t turn, double slice_s);
+
+ private:
+  explicit DeviceContext(int device) : device_(device) {}
+
+  const int device_;
+  std::unique_ptr<DeviceStreams> streams_;
+  std::mutex issuing_;
+  std::vector<void*> blocks_;  // the last one is in use
+  size_t n_scratch_bytes_ = 0;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Event> events_;
+  uint64_t next_turn_ = 0, now_ = 0;
+  std::set<uint64_t> ended_early_;  // turns behind now_ that are over
+};
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,88 @@
+#include <chrono>
+#include <cmath>
+#include <thread>
+
+#include "engine/cuda/device_impl.h"
+
+namespace pycomm {
+
+// ---- turns
+
+Status DeviceTurn::take(const Node* process, int device, void* stream, std::shared_ptr<DeviceTurn>* out) {
+  std::shared_ptr<cuda::DeviceContext> context;
+  PYCOMM_RETURN_IF_ERROR(cuda::DeviceContext::get(process, device, &context));
+  const DeviceGuard guard(device);
+  PYCOMM_RETURN_IF_ERROR(guard.status());
+  cuda::Event ready = nullptr;
+  PYCOMM_RETURN_IF_ERROR(context->take_event(&ready));
+  Status s = cuda_status(cudaEventRecord(ready, static_cast<cudaStream_t>(stream)),
+                         "cudaEventRecord on the caller's stream");
+  if (!s.ok()) {
+    context->give_event(ready);
+    return s;
+  }
+  auto turn = std::make_shared<DeviceTurn>();
+  const uint64_t number = context->take_turn();
+  turn->impl = std::make_unique<Impl>(Impl{std::move(context), ready, number});
+  *out = std::move(turn);
+  return Status();
+}
+
+Status DeviceTurn::wait(CallerHooks* hooks, const std::function<Status()>& trouble) {
+  if (impl->context->await_turn(impl->turn, 0)) return Status();
+  if (hooks != nullptr) hooks->before_block();
+  while (!impl->context->await_turn(impl->turn, 0.001 * kSliceMs)) {
+    if (hooks != nullptr) PYCOMM_RETURN_IF_ERROR(hooks->poll());
+    PYCOMM_RETURN_IF_ERROR(trouble());
+  }
+  return Status();
+}
+
+DeviceTurn::~DeviceTurn() {
+  if (impl == nullptr) return;
+  impl->context->give_event(impl->ready);
+  impl->context->end_turn(impl->turn);
+}
+
+// ---- ends
+
+DeviceEnd::~DeviceEnd() {
+  if (impl != nullptr) impl->context->give_event(impl->event);
+}
+
+Status DeviceEnd::order(void* stream) const {
+  PYCOMM_RETURN_IF_ERROR(impl->failure->get());
+  const DeviceGuard guard(impl->context->device());
+  PYCOMM_RETURN_IF_ERROR(guard.status());
+  return cuda_status(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), impl->event, 0),
+                     "cudaStreamWaitEvent on the caller's stream");
+}
+
+// A failed call counts as passed, too: nobody should wait for it.
+bool DeviceEnd::passed() const {
+  return cudaEventQuery(impl->event) != cudaErrorNotReady || impl->failure->failed.load();
+}
+
+Status DeviceEnd::wait(double timeout_s, CallerHooks* hooks) const {
+  const double end_s = timeout_s < 0 ? INFINITY : monotonic_s() + timeout_s;
+  double asked_s = monotonic_s();
+  for (int i = 0; cudaEventQuery(impl->event) == cudaErrorNotReady; i++) {
+    PYCOMM_RETURN_IF_ERROR(impl->failure->get());
+    if (i < 50) {
+      std::this_thread::yield();
+      continue;
+    }
+    if (i == 50 && hooks != nullptr) hooks->before_block();
+    std::this_thread::sleep_for(std::chrono::microseconds(std::min(1000, 10 * (i - 49))));
+    const double now_s = monotonic_s();
+    if (now_s > end_s)
+      return Status::error(Code::kTimeout, format("the call is not done after %g s", timeout_s));
+    if (hooks != nullptr && now_s - asked_s > 0.001 * kSliceMs) {
+      asked_s = now_s;
+      PYCOMM_RETURN_IF_ERROR(hooks->poll());
+    }
+  }
+  return impl->failure->get();
+}
+
+}  // namespace pycomm

@@ -1,0 +1,211 @@
+#include "engine/device_engine.h"
+
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "engine/cuda/device_impl.h"
+#include "kernels/cuda/kernels.h"
+
+namespace pycomm {
+
+namespace {
+
+// Of memory that peers reach, for tensors of comm.empty(device=...).
+constexpr size_t kHeapBytes = size_t{64} << 20;
+
+PeerOptions peer_options() {
+  PeerOptions o;
+#if defined(PYCOMM_CUDA_EMULATED)  // where each CUDA thread is a fiber
+  o.half_bytes = 256 << 10;
+  o.max_blocks = 2;
+  o.n_threads = 32;
+  o.one_shot_bytes = 8 << 10;
+#endif
+  return o;
+}
+
+Status heap_bytes(size_t* out) {
+  *out = kHeapBytes;
+  const char* const text = std::getenv("PYCOMM_DEVICE_ARENA");
+  if (text == nullptr || *text == 0) return Status();
+  char* rest = nullptr;
+  const unsigned long long n = std::strtoull(text, &rest, 10);
+  if (*rest == 0 && text[0] >= '0' && text[0] <= '9') {
+    *out = n;
+    return Status();
+  }
+  return Status::error(Code::kValue, format("PYCOMM_DEVICE_ARENA must be a number of bytes, got '%s'", text));
+}
+
+// What a rank says of itself when the communicator first meets a device.
+struct Facts {
+  uint64_t heap_bytes = 0;
+  int device = 0;
+  int nccl_version = 0;  // 0: none
+  bool good = false;
+  bool shares_device = false;  // NCCL_MULTI_RANK_GPU_ENABLE is on
+  char pci[24] = {};
+  char host[40] = {};
+  char why[160] = {};
+};
+
+Status gather_facts(int device, Facts* mine) {
+  const DeviceGuard guard(device);
+  PYCOMM_RETURN_IF_ERROR(guard.status());
+  PYCOMM_RETURN_IF_ERROR(
+      cuda_status(cudaDeviceGetPCIBusId(mine->pci, sizeof mine->pci, device), "cudaDeviceGetPCIBusId"));
+  size_t n = 0;
+  PYCOMM_RETURN_IF_ERROR(heap_bytes(&n));
+  mine->heap_bytes = n;
+  return Status();
+}
+
+template <size_t N>
+void keep_text(const std::string& text, char (&out)[N]) {
+  const size_t n = utf8_prefix(text, N - 1);
+  std::memcpy(out, text.data(), n);
+  out[n] = 0;
+}
+
+}  // namespace
+
+const char* DeviceEngine::why_not_built() { return nullptr; }
+int DeviceEngine::device_count() { return cuda::device_count(); }
+DeviceEngine::DeviceEngine() : impl_(std::make_unique<Impl>()) {}
+
+nccl::Patience DeviceEngine::Impl::patience(double timeout_s) {
+  return {timeout_s, [this] {
+            PYCOMM_RETURN_IF_ERROR(failure->get());
+            return link.trouble();
+          }};
+}
+
+// Peers' memory, where all ranks are on one host and reach each other; why_no_peers says why there is none.
+Status DeviceEngine::Impl::make_peers() {
+  if (!link.one_host) {
+    why_no_peers = "peers' memory is of ranks on one host";
+    return Status();
+  }
+  if (link.n_ranks > cuda::kMaxPeers) {
+    why_no_peers = format("peers' memory serves at most %d ranks, here are %d", cuda::kMaxPeers, link.n_ranks);
+    return Status();
+  }
+  size_t n_heap = 0;
+  PYCOMM_RETURN_IF_ERROR(heap_bytes(&n_heap));
+  PeerOptions options = peer_options();
+  options.describe = link.describe;
+  options.trouble = link.trouble;
+  std::unique_ptr<PeerMemory> made;
+  Status s = PeerMemory::create({device, link.rank, link.n_ranks,
+                                 PeerCollectives::reserved_bytes(options.half_bytes),
+                                 PeerCollectives::zero_bytes(), n_heap},
+                                link.exchange, &made);
+  memory = std::move(made);
+  if (s.ok()) s = PeerCollectives::create(memory.get(), options, link.exchange, &peers);
+  PYCOMM_RETURN_IF_ERROR(link.trouble());
+  if (!s.ok()) {
+    why_no_peers = "the GPUs' memory is not shared: " + s.message();
+    peers.reset();
+    memory.reset();
+  }
+  return Status();
+}
+
+Status DeviceEngine::Impl::need_nccl(double timeout_s) {
+  if (comm.valid()) return Status();
+  nccl::UniqueId id{};
+  if (link.rank == 0) PYCOMM_RETURN_IF_ERROR(nccl::NcclComm::make_id(&id));
+  std::vector<nccl::UniqueId> ids(static_cast<size_t>(link.n_ranks));
+  PYCOMM_RETURN_IF_ERROR(link.exchange(&id, sizeof id, ids.data()).within("the id of NCCL's communicator"));
+  PYCOMM_RETURN_IF_ERROR(
+      nccl::NcclComm::init(ids[0], link.n_ranks, link.rank, device, patience(timeout_s), &comm));
+  rounds = std::make_unique<cuda::NcclRounds>(comm, context->streams());
+  return Status();
+}
+
+Status DeviceEngine::create(const Node* process, int device, Link link, std::unique_ptr<DeviceEngine>* out) {
+  std::unique_ptr<DeviceEngine> made(new DeviceEngine);
+  Impl& d = *made->impl_;
+  d.link = std::move(link);
+  d.device = device;
+  d.default_tables();
+
+  Facts mine;
+  mine.device = device;
+  Status own = cuda::DeviceContext::get(process, device, &d.context);
+  if (own.ok()) own = gather_facts(device, &mine);
+  const nccl::Library* library = nullptr;
+  const Status found = nccl::open(&library);
+  if (found.ok()) mine.nccl_version = library->version;
+  const char* const several = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  mine.shares_device = several != nullptr && std::strcmp(several, "1") == 0;
+  mine.good = own.ok();
+  keep_text(own.ok() ? found.message() : own.message(), mine.why);
+  gethostname(mine.host, sizeof mine.host - 1);
+
+  const auto n = static_cast<size_t>(d.link.n_ranks);
+  std::vector<Facts> all(n);
+  PYCOMM_RETURN_IF_ERROR(d.link.exchange(&mine, sizeof mine, all.data()));
+  for (size_t q = 0; q < n; q++) {
+    const auto who = d.link.describe(static_cast<int>(q));
+    if (!all[q].good) return Status::error(Code::kSystem, who + ": " + all[q].why);
+    if (all[q].heap_bytes != all[0].heap_bytes) {
+      return Status::error(Code::kMismatch, format("PYCOMM_DEVICE_ARENA is %llu on rank 0, %llu on %s",
+                                                   static_cast<unsigned long long>(all[0].heap_bytes),
+                                                   static_cast<unsigned long long>(all[q].heap_bytes),
+                                                   who.c_str()));
+    }
+    if (!d.why_no_nccl.empty()) continue;
+    if (all[q].nccl_version == 0) d.why_no_nccl = format("NCCL is not usable on %s: %s", who.c_str(), all[q].why);
+    for (size_t p = 0; p < q && d.why_no_nccl.empty(); p++) {
+      const bool same = std::strcmp(all[p].pci, all[q].pci) == 0 && std::strcmp(all[p].host, all[q].host) == 0;
+      if (!same || (all[q].shares_device && all[p].shares_device)) continue;
+      d.why_no_nccl = format("ranks %zu and %zu are both on GPU %s of %s, and NCCL takes one rank a GPU (give "
+                             "each a GPU of its own: torch.cuda.set_device; NCCL 2.30 takes several with "
+                             "NCCL_MULTI_RANK_GPU_ENABLE=1)",
+                             p, q, all[p].pci, all[p].host);
+    }
+  }
+  d.has_nccl = d.why_no_nccl.empty();
+  d.nccl_text = d.has_nccl ? format("NCCL %s, %s (%s)", nccl::version_text(library->version).c_str(),
+                                    library->path.c_str(), library->how.c_str())
+                           : d.why_no_nccl;
+  PYCOMM_RETURN_IF_ERROR(d.make_peers());
+  *out = std::move(made);
+  return Status();
+}
+
+// Peers may still reach this rank's memory, and nobody says when they are done: without an agreement it is
+// kept until the process ends (PeerMemory).
+DeviceEngine::~DeviceEngine() {
+  Impl& d = *impl_;
+  if (d.context == nullptr) return;
+  const DeviceGuard guard(d.device);
+  (void)cudaStreamSynchronize(d.stream());  // the watch ends what would not end
+  d.end();
+  d.peers.reset();
+  if (d.comm.valid()) (void)d.comm.finalize({nccl::NcclComm::kAbortTimeout_s, {}});
+}
+
+int DeviceEngine::device() const { return impl_->device; }
+
+void DeviceEngine::abort(const Status& why) { impl_->fail(why); }
+
+Status DeviceEngine::allocate(size_t n_bytes, std::shared_ptr<void>* out) {
+  if (impl_->memory == nullptr) return Status::error(Code::kSystem, impl_->why_no_peers);
+  void* p = nullptr;
+  PYCOMM_RETURN_IF_ERROR(impl_->memory->allocate(n_bytes, &p).within(
+      "memory on CUDA (PYCOMM_DEVICE_ARENA says how many bytes each rank has)"));
+  out->reset(p, [memory = impl_->memory](void* q) { (void)memory->release(q); });
+  return Status();
+}
+
+std::string DeviceEngine::describe() const {
+  const Impl& d = *impl_;
+  return format("CUDA device %d\npeers' memory: %s\nNCCL: %s", d.device,
+                d.peers != nullptr ? "yes" : d.why_no_peers.c_str(), d.nccl_text.c_str());
+}
+
+}  // namespace pycomm

@@ -1,0 +1,146 @@
+// What a DeviceEngine consists of (engine/device_engine.h): shared by the files device_*.cc.
+//
+//   device_engine.cc   what a communicator has: peers' memory, NCCL
+//   device_choice.cc   which way serves a call: tables, and what each way can do
+//   device_issue.cc    one call, from its turn to its end
+//   device_staged.cc   the collectives that peers' memory has not, made of those that it has
+//   device_watch.cc    what goes wrong after a call was issued
+//   device_end.cc      turns and ends
+//   device_context.cc  what communicators share
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "engine/cuda/device_context.h"
+#include "engine/cuda/nccl_native.h"
+#include "engine/cuda/nccl_rounds.h"
+#include "engine/cuda/peer_collectives.h"
+#include "engine/device_engine.h"
+#include "transport/cuda/peer_memory.h"
+#include "transport/cuda/runtime.h"
+
+namespace pycomm {
+
+// Why the communicator has failed on the device; ends of calls outlive the engine, and look here.
+struct DeviceFailure {
+  std::atomic<bool> failed{false};
+  std::mutex mutex;
+  Status why;
+
+  Status get() {
+    if (!failed.load(std::memory_order_acquire)) return Status();
+    const std::lock_guard lock(mutex);
+    return why.clone();
+  }
+  bool set(const Status& s) {  // the first one stays
+    const std::lock_guard lock(mutex);
+    if (failed.load(std::memory_order_relaxed)) return false;
+    why = s.clone();
+    failed.store(true, std::memory_order_release);
+    return true;
+  }
+};
+
+struct DeviceTurn::Impl {
+  std::shared_ptr<cuda::DeviceContext> context;
+  cuda::Event ready = nullptr;
+  uint64_t turn = 0;
+};
+
+struct DeviceEnd::Impl {
+  std::shared_ptr<cuda::DeviceContext> context;
+  std::shared_ptr<DeviceFailure> failure;
+  cuda::Event event = nullptr;
+  double limit_s = 0;  // after which the watch says that the call has failed
+};
+
+struct DeviceEngine::Impl {
+  Link link;
+  int device = 0;
+  std::shared_ptr<cuda::DeviceContext> context;
+  std::shared_ptr<DeviceFailure> failure = std::make_shared<DeviceFailure>();
+
+  std::shared_ptr<PeerMemory> memory;  // tensors in it hold it
+  std::unique_ptr<PeerCollectives> peers;
+  std::string why_no_peers;
+
+  bool has_nccl = false;  // on all ranks, and devices that it takes
+  std::string why_no_nccl, nccl_text;
+  nccl::NcclComm comm;  // made by the first call that needs it
+  std::unique_ptr<cuda::NcclRounds> rounds;
+  std::map<std::tuple<int, int, bool>, std::unique_ptr<cuda::RoundPlan>> plans;  // algorithm, root, in place
+
+  std::array<std::vector<Row>, kNumCollectives> tables;
+
+  // ---- device_engine.cc
+  Status make_peers();
+  Status find_nccl();
+  Status need_nccl(double timeout_s);
+  nccl::Patience patience(double timeout_s);
+
+  // ---- device_choice.cc
+  void default_tables();
+  // kOk, or why this way cannot run the call.
+  Status supports(const Call& call, uint8_t way);
+  Status plan_of(const Call& call, uint8_t algorithm, bool in_place, const cuda::RoundPlan** out);
+
+  // ---- device_issue.cc
+  // Contiguous memory of the call: the tensors' own, or in scratch.
+  struct Plain {
+    const std::byte* in = nullptr;
+    std::byte* out = nullptr;
+  };
+  Status issue(const Call& call, double timeout_s);
+  Status alone(const Call& call, const Plain& plain);
+  Status by_way(const Call& call, const Plain& plain, std::byte* scratch, double timeout_s);
+  static Call as_sum(const Call& call);
+  Status multiplied_by_peers(const Call& call, const Plain& plain, std::byte* scratch);
+  Status by_rounds(const Call& call, const Plain& plain, std::byte* scratch, double timeout_s);
+  cuda::RoundsCall rounds_call(const Call& call, const Plain& plain, const cuda::RoundPlan* plan) const;
+  Status scratch_bytes(const Call& call, size_t* out);
+  bool in_place(const Call& call, const Plain& plain) const;
+  Status copy(void* to, const void* from, size_t n_bytes) const;
+  Status gather_pieces(const Buffer& from, std::byte* to, DType dtype) const;
+  Status spread_pieces(const std::byte* from, const Buffer& to, DType dtype) const;
+  cuda::Stream stream() const { return context->streams().comm(); }
+
+  // ---- device_staged.cc
+  size_t staged_bytes(const Call& call) const;
+  Status by_peers(const Call& call, const Plain& plain, std::byte* scratch);
+
+  // ---- device_watch.cc
+  struct Pending {
+    std::shared_ptr<DeviceEnd> end;
+    double until_s;
+    std::string what;
+  };
+  std::mutex watch_mutex;
+  std::condition_variable watch_changed;
+  std::deque<Pending> pending;
+  bool stop = false;
+  std::thread watcher;
+  void watch_for(std::shared_ptr<DeviceEnd> end, double timeout_s, const Call& call);
+  void watch();
+  Status look();
+  void fail(const Status& why);
+  void end();
+};
+
+// The length of rank q's part, and where it begins: of a call with counts.
+struct CallParts {
+  CallParts(const Call& call, int n_ranks);
+  std::vector<uint64_t> len, start;
+  uint64_t longest = 0;
+  bool equal = true;
+};
+
+}  // namespace pycomm

@@ -1,0 +1,239 @@
+// One call on the device: behind the caller's stream, onto the communication stream, up to its end event.
+//
+// Tensors in several pieces, as DDP's buckets are, are packed into scratch by one kernel and unpacked by one.
+// Scratch is laid out anew by each call: [packed input and output] [what the way needs].
+//
+// Over peers' memory premul_sum multiplies first, into scratch, then adds; low precision then runs in float32
+// and is rounded at the end. So do the CPU engine (engine/convert.h) and the rounds over NCCL: the same bits.
+#include <algorithm>
+
+#include "engine/cuda/device_impl.h"
+#include "engine/cuda/rounds_binding.h"
+#include "schedule/catalog.h"
+
+namespace pycomm {
+
+namespace {
+uint64_t padded(uint64_t n_bytes) { return (n_bytes + 255) / 256 * 256; }
+bool is_rounds(uint8_t way) { return way < catalog().size(); }
+}  // namespace
+
+Status DeviceEngine::Impl::copy(void* to, const void* from, size_t n_bytes) const {
+  if (n_bytes == 0 || to == from) return Status();
+  return cuda_status(cudaMemcpyAsync(to, from, n_bytes, cudaMemcpyDefault, stream()), "cudaMemcpyAsync");
+}
+
+namespace {
+template <class Piece>
+std::vector<Piece> blocks_of(const Buffer& b, size_t size) {
+  std::vector<Piece> blocks;
+  for (uint64_t at = 0; at < b.n_elems();) {
+    uint64_t run = 0;
+    std::byte* const p = b.locate(at, size, &run);
+    run = std::min(run, b.n_elems() - at);
+    blocks.push_back({p, run});
+    at += run;
+  }
+  return blocks;
+}
+}  // namespace
+
+Status DeviceEngine::Impl::gather_pieces(const Buffer& from, std::byte* to, DType t) const {
+  return cuda::pack(t, to, t, blocks_of<ConstBlock>(from, dtype_size(t)), 1.0f, stream());
+}
+
+Status DeviceEngine::Impl::spread_pieces(const std::byte* from, const Buffer& to, DType t) const {
+  return cuda::unpack(t, blocks_of<Block>(to, dtype_size(t)), t, from, 1.0f, stream());
+}
+
+cuda::RoundsCall DeviceEngine::Impl::rounds_call(const Call& call, const Plain& plain,
+                                                 const cuda::RoundPlan* plan) const {
+  cuda::RoundsCall r;
+  r.plan = plan;
+  r.in = plain.in;
+  r.out = plain.out;
+  r.count = call.sig.count;
+  r.counts = call.counts;
+  r.dtype = call.sig.dtype;
+  r.op = call.sig.op;
+  r.scalar = call.scalar;
+  r.deterministic = call.sig.deterministic;
+  if (call.sig.compression != Compression::kNone) r.codes = code_dtype(call.sig.compression);
+  r.residual = call.residual;
+  return r;
+}
+
+// One address for what both tensors hold of the vector.
+bool DeviceEngine::Impl::in_place(const Call& call, const Plain& plain) const {
+  if (plain.in == nullptr || plain.out == nullptr) return false;
+  const CallParts parts(call, link.n_ranks);
+  const uint64_t before = parts.start[static_cast<size_t>(link.rank)] * dtype_size(call.sig.dtype);
+  const bool in_part = call.sig.kind == CallKind::kAllGather || call.sig.kind == CallKind::kGather;
+  const bool out_part = call.sig.kind == CallKind::kReduceScatter || call.sig.kind == CallKind::kScatter;
+  return plain.in - (in_part ? before : 0) == plain.out - (out_part ? before : 0);
+}
+
+// What the way needs, beside packed tensors.
+Status DeviceEngine::Impl::scratch_bytes(const Call& call, size_t* out) {
+  *out = 0;
+  if (link.n_ranks == 1 || call.sig.kind == CallKind::kAllToAll) return Status();
+  if (!is_rounds(call.sig.algorithm)) {
+    if (call.sig.algorithm == static_cast<uint8_t>(DeviceWay::kNccl)) return Status();
+    if (call.sig.op != ReduceOp::kPremulSum) {
+      *out = staged_bytes(call);
+      return Status();
+    }
+    const Call sum = as_sum(call);
+    const size_t size = dtype_size(sum.sig.dtype);
+    *out = padded(call.in.n_elems() * size) + padded(call.out.n_elems() * size) + staged_bytes(sum);
+    return Status();
+  }
+  // In place or not, the larger; a copy of the input where the algorithm cannot run in place.
+  for (const bool same : {false, true}) {
+    if (same && !catalog()[call.sig.algorithm].in_place) continue;
+    const cuda::RoundPlan* plan = nullptr;
+    size_t n = 0;
+    PYCOMM_RETURN_IF_ERROR(plan_of(call, call.sig.algorithm, same, &plan));
+    PYCOMM_RETURN_IF_ERROR(rounds->scratch_bytes(rounds_call(call, {}, plan), &n));
+    *out = std::max(*out, n);
+  }
+  *out = padded(*out) + padded(call.in.n_elems() * dtype_size(call.sig.dtype));
+  return Status();
+}
+
+Status DeviceEngine::Impl::by_rounds(const Call& call, const Plain& plain, std::byte* scratch,
+                                     double timeout_s) {
+  Plain p = plain;
+  const bool same = in_place(call, p);
+  const bool copied = same && !catalog()[call.sig.algorithm].in_place;
+  const size_t n_bytes = call.in.n_elems() * dtype_size(call.sig.dtype);
+  if (copied) {
+    PYCOMM_RETURN_IF_ERROR(copy(scratch, p.in, n_bytes));
+    p.in = scratch;
+  }
+  const cuda::RoundPlan* plan = nullptr;
+  PYCOMM_RETURN_IF_ERROR(plan_of(call, call.sig.algorithm, same && !copied, &plan));
+  return rounds->run(rounds_call(call, p, plan), scratch + padded(n_bytes), patience(timeout_s));
+}
+
+// The call after the inputs were multiplied.
+Call DeviceEngine::Impl::as_sum(const Call& call) {
+  Call sum = call;
+  sum.sig.op = ReduceOp::kSum;
+  if (is_low_precision(call.sig.dtype)) sum.sig.dtype = DType::kFloat32;
+  return sum;
+}
+
+Status DeviceEngine::Impl::multiplied_by_peers(const Call& call, const Plain& plain, std::byte* scratch) {
+  const Call sum = as_sum(call);
+  const DType from = call.sig.dtype, to = sum.sig.dtype;
+  const size_t n_in = padded(call.in.n_elems() * dtype_size(to));
+  const size_t n_out = padded(call.out.n_elems() * dtype_size(to));
+  if (to == from) {
+    const void* const src = plain.in;
+    const cuda::ReduceSegment segment{scratch, &src, call.in.n_elems()};
+    PYCOMM_RETURN_IF_ERROR(
+        cuda::reduce(from, ReduceOp::kPremulSum, {&segment, 1}, 1, call.scalar, stream()));
+    return by_peers(sum, {scratch, plain.out}, scratch + n_in + n_out);
+  }
+  const cuda::CastSegment widen{scratch, plain.in, call.in.n_elems()};
+  PYCOMM_RETURN_IF_ERROR(cuda::cast(to, from, {&widen, 1}, static_cast<float>(call.scalar), stream()));
+  std::byte* const result = plain.out != nullptr ? scratch + n_in : nullptr;
+  PYCOMM_RETURN_IF_ERROR(by_peers(sum, {scratch, result}, scratch + n_in + n_out));
+  const cuda::CastSegment narrow{plain.out, result, call.out.n_elems()};
+  return result == nullptr ? Status() : cuda::cast(from, to, {&narrow, 1}, 1.0f, stream());
+}
+
+// The only rank: nothing travels.
+Status DeviceEngine::Impl::alone(const Call& call, const Plain& plain) {
+  const bool reduces = call.sig.kind == CallKind::kAllReduce || call.sig.kind == CallKind::kReduceScatter ||
+                       call.sig.kind == CallKind::kReduce;
+  const uint64_t n = call.out.n_elems();
+  if (!reduces || call.sig.op != ReduceOp::kPremulSum)
+    return copy(plain.out, plain.in, n * dtype_size(call.sig.dtype));
+  const void* const src = plain.in;
+  const cuda::ReduceSegment segment{plain.out, &src, n};
+  return cuda::reduce(call.sig.dtype, call.sig.op, {&segment, 1}, 1, call.scalar, stream());
+}
+
+Status DeviceEngine::Impl::by_way(const Call& call, const Plain& plain, std::byte* scratch, double timeout_s) {
+  if (link.n_ranks == 1) return alone(call, plain);
+  const Signature& sig = call.sig;
+  if (sig.kind == CallKind::kAllToAll) {
+    return cuda::run_all_to_all(comm, stream(), plain.in, call.send_counts, plain.out, call.recv_counts,
+                                dtype_size(sig.dtype), patience(timeout_s));
+  }
+  if (is_rounds(sig.algorithm)) return by_rounds(call, plain, scratch, timeout_s);
+  if (sig.algorithm != static_cast<uint8_t>(DeviceWay::kNccl)) {
+    return sig.op == ReduceOp::kPremulSum ? multiplied_by_peers(call, plain, scratch)
+                                          : by_peers(call, plain, scratch);
+  }
+  cuda::NativeCall native;
+  native.collective = static_cast<Collective>(sig.kind);
+  native.in = plain.in;
+  native.out = plain.out;
+  native.count = sig.count;
+  native.counts = call.counts;
+  native.dtype = sig.dtype;
+  native.op = sig.op;
+  native.scalar = call.scalar;
+  native.root = sig.root;
+  return cuda::run_native(comm, stream(), native, patience(timeout_s));
+}
+
+Status DeviceEngine::Impl::issue(const Call& call, double timeout_s) {
+  const size_t size = dtype_size(call.sig.dtype);
+  const bool needs_nccl = link.n_ranks > 1 && (call.sig.kind == CallKind::kAllToAll ||
+                                               is_rounds(call.sig.algorithm) ||
+                                               call.sig.algorithm == static_cast<uint8_t>(DeviceWay::kNccl));
+  if (needs_nccl) PYCOMM_RETURN_IF_ERROR(need_nccl(timeout_s));
+  const bool pack_in = !call.in.single(), pack_out = !call.out.single();
+  const uint64_t n_in = pack_in ? padded(call.in.n_elems() * size) : 0;
+  // In place, in pieces: in place in scratch, too.
+  const bool shared = pack_in && pack_out && call.in.n_elems() == call.out.n_elems() &&
+                      call.in.data() == call.out.data();
+  const uint64_t n_out = pack_out && !shared ? padded(call.out.n_elems() * size) : 0;
+  size_t n_way = 0;
+  PYCOMM_RETURN_IF_ERROR(scratch_bytes(call, &n_way));
+  std::byte* scratch = nullptr;
+  PYCOMM_RETURN_IF_ERROR(context->scratch(n_in + n_out + n_way, &scratch));
+  Plain plain{call.in.data(), call.out.data()};
+  if (pack_in) {
+    PYCOMM_RETURN_IF_ERROR(gather_pieces(call.in, scratch, call.sig.dtype));
+    plain.in = scratch;
+  }
+  if (pack_out) plain.out = shared ? scratch : scratch + n_in;
+  PYCOMM_RETURN_IF_ERROR(by_way(call, plain, scratch + n_in + n_out, timeout_s));
+  return pack_out ? spread_pieces(plain.out, call.out, call.sig.dtype) : Status();
+}
+
+Status DeviceEngine::run(const Call& call, const DeviceTurn& turn, double timeout_s,
+                         std::shared_ptr<DeviceEnd>* end) {
+  Impl& d = *impl_;
+  PYCOMM_RETURN_IF_ERROR(d.failure->get());
+  const auto issue = [&]() -> Status {
+    const std::lock_guard lock(d.context->issuing());
+    const DeviceGuard guard(d.device);
+    PYCOMM_RETURN_IF_ERROR(guard.status());
+    PYCOMM_RETURN_IF_ERROR(
+        cuda_status(cudaStreamWaitEvent(d.stream(), turn.impl->ready, 0), "cudaStreamWaitEvent"));
+    PYCOMM_RETURN_IF_ERROR(d.issue(call, timeout_s));
+    cuda::Event event = nullptr;
+    PYCOMM_RETURN_IF_ERROR(d.context->take_event(&event));
+    auto made = std::make_shared<DeviceEnd>();
+    made->impl = std::make_unique<DeviceEnd::Impl>(DeviceEnd::Impl{d.context, d.failure, event, timeout_s});
+    PYCOMM_RETURN_IF_ERROR(cuda_status(cudaEventRecord(event, d.stream()), "cudaEventRecord"));
+    *end = std::move(made);
+    return Status();
+  };
+  Status s = issue();
+  if (!s.ok()) {
+    s = std::move(s).within(call.sig.text() + " on CUDA");
+    d.fail(s);
+    return s;
+  }
+  d.watch_for(*end, timeout_s, call);
+  return Status();
+}
+
+}  // namespace pycomm

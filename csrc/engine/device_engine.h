@@ -1,0 +1,111 @@
+// The CUDA side of a communicator, as the rest of the engine sees it: no CUDA type is named here.
+//
+// engine/cuda/device_*.cc has it; engine/no_device.cc takes its place where CUDA is not built, and refuses.
+// A call on device tensors is two things. On the host the ranks *agree*, as on any call (Engine::agree), so
+// that a refused or different call, a dead or missing rank, is told in the words of every other collective,
+// before anything is launched. Then each rank *issues* the call: it is put on the device's communication
+// stream, and nothing on the host waits for it.
+//
+// Words: a *turn* is a call's place in the order of all calls of this process on a device, over all
+// communicators; turns are taken when callers call, and issued one after the other. The *end* of a call is
+// the event behind it on the stream: callers' streams wait for it, the host may.
+//
+// Threads: DeviceTurn and DeviceEnd from any; a DeviceEngine is used by one thread at a time, but for abort.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/call.h"
+#include "engine/group.h"
+#include "schedule/catalog.h"
+
+namespace pycomm {
+
+// What can run a call on devices, beside the algorithms of the catalog over NCCL (their index there).
+enum class DeviceWay : uint8_t {
+  kNccl = 250,         // NCCL's own collective
+  kPeerOneShot = 251,  // kernels on peers' memory (engine/cuda/peer_collectives.h)
+  kPeerTwoShot = 252,
+  kPeer = 253,  // whatever of the two suits the size
+  kAuto = 255,
+};
+// "nccl", "peer", "ring" …; "" of kAuto.
+const char* device_way_name(uint8_t way);
+
+class DeviceTurn {
+ public:
+  // What is on the caller's `stream` by now comes before the call. `process` tells ranks of one process apart.
+  static Status take(const Node* process, int device, void* stream, std::shared_ptr<DeviceTurn>* out);
+  // Not kOk: `hooks` or `trouble` ended the wait for the earlier ones.
+  Status wait(CallerHooks* hooks, const std::function<Status()>& trouble);
+  ~DeviceTurn();  // the next may go
+  struct Impl;
+  std::unique_ptr<Impl> impl;
+};
+
+class DeviceEnd {
+ public:
+  ~DeviceEnd();
+  // What is put on the stream from now on begins after the call.
+  Status order(void* stream) const;
+  bool passed() const;
+  // Blocks the calling thread; kTimeout after timeout_s (negative: the call's own limit decides).
+  Status wait(double timeout_s, CallerHooks* hooks) const;
+  struct Impl;
+  std::unique_ptr<Impl> impl;
+};
+
+class DeviceEngine {
+ public:
+  // What it needs of the communicator.
+  struct Link {
+    int rank = 0, n_ranks = 1;
+    bool one_host = true;
+    // All-gather over all ranks, within the call under way.
+    std::function<Status(const void* mine, size_t n_bytes, void* all)> exchange;
+    std::function<std::string(int)> describe;
+    std::function<Status()> trouble;  // not kOk: a rank is lost, or the communicator has failed
+    std::function<void(const Status&)> fail;
+  };
+  static const char* why_not_built();  // null when it is
+  static int device_count();
+
+  // Collective. All ranks get the same outcome.
+  static Status create(const Node* process, int device, Link link, std::unique_ptr<DeviceEngine>* out);
+  ~DeviceEngine();  // what is on the stream ends first, or is aborted
+
+  int device() const;
+  // kValue, the same on all ranks that agreed on the call, when nothing can run it: nothing was launched.
+  Status choose(Call* call) const;
+  // Issues it. A failure has failed the communicator.
+  Status run(const Call& call, const DeviceTurn& turn, double timeout_s, std::shared_ptr<DeviceEnd>* end);
+  // Ends what is under way.
+  void abort(const Status& why);
+
+  // Memory that peers reach: tensors in it need no staging. kSystem when there is no room.
+  Status allocate(size_t n_bytes, std::shared_ptr<void>* out);
+  // Which way serves which size (of the whole vector), per collective; rising, the last one for all above.
+  struct Row {
+    uint64_t max_bytes;
+    uint8_t way;
+  };
+  std::vector<Row> table(Collective collective) const;
+  Status set_table(Collective collective, std::vector<Row> rows);
+  // The ways that this communicator has for the collective.
+  std::vector<uint8_t> ways(Collective collective) const;
+  std::string describe() const;  // lines for a person: NCCL's version and file, why there is no peer memory
+
+  struct Impl;
+
+ private:
+  DeviceEngine();
+  std::unique_ptr<Impl> impl_;
+};
+
+// The way of that name, or the names that there are.
+Status find_device_way(CallKind kind, const std::string& name, uint8_t* out);
+
+}  // namespace pycomm

@@ -1,0 +1,45 @@
+// DeviceEngine of a build without CUDA: nothing can be made of it, and whoever asks is told.
+#if !defined(PYCOMM_HAS_CUDA)
+#include "engine/device_engine.h"
+
+namespace pycomm {
+
+struct DeviceTurn::Impl {};
+struct DeviceEnd::Impl {};
+struct DeviceEngine::Impl {};
+
+namespace {
+constexpr const char* kWhy =
+    "this build of pycomm has no CUDA engine (no nvcc was found when it was built, or PYCOMM_CUDA=off): install "
+    "the CUDA toolkit and pip install again, or move the tensors with .cpu()";
+Status no() { return Status::error(Code::kValue, kWhy); }
+}  // namespace
+
+const char* device_way_name(uint8_t) { return ""; }
+Status find_device_way(CallKind, const std::string&, uint8_t*) { return no(); }
+
+Status DeviceTurn::take(const Node*, int, void*, std::shared_ptr<DeviceTurn>*) { return no(); }
+Status DeviceTurn::wait(CallerHooks*, const std::function<Status()>&) { return no(); }
+DeviceTurn::~DeviceTurn() = default;
+DeviceEnd::~DeviceEnd() = default;
+Status DeviceEnd::order(void*) const { return no(); }
+bool DeviceEnd::passed() const { return true; }
+Status DeviceEnd::wait(double, CallerHooks*) const { return no(); }
+
+const char* DeviceEngine::why_not_built() { return kWhy; }
+int DeviceEngine::device_count() { return 0; }
+DeviceEngine::DeviceEngine() = default;
+DeviceEngine::~DeviceEngine() = default;
+Status DeviceEngine::create(const Node*, int, Link, std::unique_ptr<DeviceEngine>*) { return no(); }
+int DeviceEngine::device() const { return -1; }
+Status DeviceEngine::choose(Call*) const { return no(); }
+Status DeviceEngine::run(const Call&, const DeviceTurn&, double, std::shared_ptr<DeviceEnd>*) { return no(); }
+void DeviceEngine::abort(const Status&) {}
+Status DeviceEngine::allocate(size_t, std::shared_ptr<void>*) { return no(); }
+std::vector<DeviceEngine::Row> DeviceEngine::table(Collective) const { return {}; }
+Status DeviceEngine::set_table(Collective, std::vector<Row>) { return no(); }
+std::vector<uint8_t> DeviceEngine::ways(Collective) const { return {}; }
+std::string DeviceEngine::describe() const { return kWhy; }
+
+}  // namespace pycomm
+#endif
