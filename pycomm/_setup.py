@@ -30,4 +30,5 @@ _C.setup(
     torch.nn.Parameter,
     getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     torch.is_grad_enabled,
+    getattr(torch._C, "_cuda_getCurrentRawStream", None),  # a torch without CUDA has none
 )

@@ -185,6 +185,27 @@ def instance(name: str, value: Any, kind: type, expected: str) -> None:
         raise TypeError(f"{name} must be {expected}, got {short(value)}")
 
 
+def cuda_index(name: str, device: Any) -> int:
+    """The number of a CUDA device, torch's current one where none is given; -1 for the CPU.
+
+    Raises:
+        TypeError: it is no device. ValueError: neither the CPU nor CUDA.
+
+    Example:
+        >>> cuda_index("empty: device", "cpu"), cuda_index("empty: device", "cuda:1")
+        (-1, 1)
+    """
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(f"{name} must be a torch.device, a string or a number, got {short(device)}") from error
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} must be on the CPU or CUDA, got {where}")
+    if where.type == "cpu":
+        return -1
+    return torch.cuda.current_device() if where.index is None else where.index
+
+
 def common(name: str, async_op: Any, algorithm: Any, deterministic: Any, timeout: Any) -> float | None:
     """Checks the arguments that collectives share, and returns the timeout in seconds.
 

@@ -58,24 +58,34 @@ class Communicator(Collectives, PointToPoint):
         if core is not None:
             core.close()
 
-    def empty(self, *shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def empty(
+        self,
+        *shape: Any,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | int | None = None,
+    ) -> torch.Tensor:
         """An uninitialised tensor in the shared arena: collectives on such tensors copy nothing.
 
         It is an ordinary tensor with its own storage, lives until its last reference dies (also after
-        :meth:`close`), and is not a collective call.
+        :meth:`close`), and is not a collective call; but on CUDA a communicator's first call is collective,
+        whichever it is.
 
         Args:
             shape: sizes, or one sequence of sizes; none: a tensor of one element without dimensions.
             dtype: one of ``pycomm._setup.DTYPES``.
+            device: None: the CPU. A CUDA device: memory that the GPUs of this machine's ranks reach, of which
+                each communicator has ``PYCOMM_DEVICE_ARENA`` bytes (64 MiB).
 
         Returns:
-            A contiguous CPU tensor of that shape and dtype, its values undefined.
+            A contiguous tensor of that shape, dtype and device, its values undefined.
 
         Raises:
-            TypeError: a size that is no integer, or an unsupported dtype.
-            ValueError: a negative size, or more bytes than any machine has.
-            CommError: the arena's limit (``PYCOMM_ARENA_MAX``) or the machine's memory is reached, or the
-                communicator is closed or has failed.
+            TypeError: a size that is no integer, an unsupported dtype, or no device.
+            ValueError: a negative size, or more bytes than any machine has; a device that is neither the CPU
+                nor CUDA, or another CUDA device than this communicator's.
+            CommError: the arena's limit (``PYCOMM_ARENA_MAX``, ``PYCOMM_DEVICE_ARENA``) or the machine's
+                memory is reached; the ranks' GPUs do not reach each other's memory; the communicator is
+                closed or has failed.
 
         Example:
             >>> import pycomm, torch
@@ -88,7 +98,8 @@ class Communicator(Collectives, PointToPoint):
         if dtype not in _setup.DTYPE_CODES:
             known = ", ".join(str(d).removeprefix("torch.") for d in _setup.DTYPES)
             raise TypeError(f"empty: dtype {dtype} is not supported; supported are {known}")
-        made = self._c.empty(sizes, _setup.DTYPE_CODES[dtype])
+        index = -1 if device is None else arguments.cuda_index("empty: device", device)
+        made = self._c.empty(sizes, _setup.DTYPE_CODES[dtype], index)
         return made if isinstance(made, torch.Tensor) else torch.utils.dlpack.from_dlpack(made)
 
     @refuses_wrong_calls

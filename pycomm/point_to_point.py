@@ -1,7 +1,7 @@
 """send, recv, isend and irecv of a communicator: matched by (source, tag), independent of its collectives.
 
-Messages of one sender and tag arrive in the order in which they were sent. Tensors are dense CPU tensors of
-the dtypes of collectives and of any layout. A wrong argument raises on its rank alone: no other rank is in
+Messages of one sender and tag arrive in the order in which they were sent. Tensors are dense, of the dtypes of
+collectives and of any layout; those on a GPU travel through host memory, after what is on torch's current stream. A wrong argument raises on its rank alone: no other rank is in
 this call, so nobody is told, and the communicator stays usable.
 
 Common errors: ``TypeError`` and ``ValueError`` name the argument, what was expected and what came.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from pycomm import _C, arguments
-from pycomm.staging import Staged, staged
+from pycomm.staging import Staged, staged, through_host
 from pycomm.work import Keeper, Work
 
 _ANY_SOURCE = -1
@@ -147,7 +147,10 @@ class PointToPoint:
         done = self._c.point_to_point(send, tensor, peer, tag, limit, async_op)
         held: Staged | None = None
         if done is NotImplemented:
-            held = staged(name, tensor, None) if send else staged(name, None, tensor)
+            if tensor.is_cuda:
+                held = through_host(name, tensor, send)
+            else:
+                held = staged(name, tensor, None) if send else staged(name, None, tensor)
             plain = held.inputs if send else held.outputs
             done = self._c.point_to_point(send, plain, peer, tag, limit, async_op)
         finish = held.write_back if held is not None and not send else None

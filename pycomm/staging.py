@@ -50,6 +50,22 @@ def _overlaps_itself(t: torch.Tensor) -> bool:
     return False
 
 
+def through_host(call: str, tensor: torch.Tensor, is_send: bool) -> Staged:
+    """A stand-in in host memory for a tensor on a GPU, of which messages between two ranks are made.
+
+    The copies are ordered by torch's current stream, and wait for it.
+    """
+    if is_send:
+        return Staged(_plain(tensor).cpu(), None)
+    if _overlaps_itself(tensor):
+        raise ValueError(
+            f"{call}: the tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} shares memory "
+            "between its elements (expanded?) and cannot hold the message; give a contiguous tensor"
+        )
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return Staged(None, plain, [(tensor, plain)])
+
+
 def staged(call: str, inputs: Tensors | None, outputs: Tensors | None) -> Staged:
     """Stand-ins for a call's tensors; the same object as input and output (in place) stays one stand-in.
 

@@ -17,7 +17,9 @@ from pycomm.errors import CommTimeoutError
 class Work:
     """An asynchronous call on its way; keeps the call's tensors alive until it is done.
 
-    The tensors must not be read or written before :meth:`wait` has returned.
+    The tensors must not be read or written before :meth:`wait` has returned. Of a call on CUDA tensors, as
+    with torch.distributed: wait() returns when the call is on the device, and torch's current stream then
+    waits for it; what is put on that stream after may use the tensors.
 
     Example:
         >>> import pycomm, torch
@@ -40,7 +42,8 @@ class Work:
         """Blocks until the call is done.
 
         Args:
-            timeout: seconds; None waits as long as the call itself may take.
+            timeout: seconds; None waits as long as the call itself may take. With a timeout, the calling
+                thread waits until the device has done a call on CUDA tensors.
 
         Returns:
             True.
@@ -54,7 +57,10 @@ class Work:
         """
         if timeout is not None and not timeout >= 0:
             raise ValueError(f"timeout must be seconds >= 0 or None, got {timeout!r}")
-        if not self._work.wait(-1.0 if timeout is None else float(timeout)):
+        return self._wait(timeout, False)
+
+    def _wait(self, timeout: float | None, on_host: bool) -> bool:
+        if not self._work.wait(-1.0 if timeout is None else float(timeout), on_host):
             raise CommTimeoutError(f"the call is not done after {timeout} s; it goes on, wait again")
         self._complete()
         return True
@@ -97,8 +103,13 @@ class Work:
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A torch Future of :meth:`result`, completed by a thread of Python when the call ends."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        """A torch Future of :meth:`result`, completed by a thread of Python when the call ends.
+
+        Of a call on CUDA tensors: when the device has done it.
+        """
+        tensors = self._result if isinstance(self._result, (list, tuple)) else [self._result]
+        on_cuda = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.is_cuda}
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=list(on_cuda))
         complete(self, future)
         return future
 
@@ -154,7 +165,7 @@ class _Completer:
         while (number := done.pop()) is not None:
             work, future = pending.pop(number)
             try:
-                work.wait()
+                work._wait(None, True)
             except BaseException as error:
                 # set_exception takes Exceptions only, and a Future must never stay open.
                 future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))

@@ -70,6 +70,15 @@ Status options_from(const py::dict& d, Options* o) {
   return Status();
 }
 
+// Where CUDA is emulated, what follows a call runs on the host, and there is no stream for it to wait on.
+Status end_on_host(const DeviceEnd& end, double timeout_s, CallerHooks* hooks) {
+#if defined(PYCOMM_CUDA_EMULATED)
+  return end.wait(timeout_s, hooks);
+#else
+  return Status();
+#endif
+}
+
 // True: done (or a Work); NotImplemented: the tensors need staging by the caller.
 py::object call(PyCommunicator& self, int kind, py::object in, py::object out, const py::dict& options,
                 bool async_op) {
@@ -86,7 +95,9 @@ py::object call(PyCommunicator& self, int kind, py::object in, py::object out, c
   GilHooks hooks;
   const Call& c = request->call;
   if (c.in.n_elems() + c.out.n_elems() > kKeepGilBytes / dtype_size(c.sig.dtype)) hooks.before_block();
-  raise_after(hooks, self.comm->run(*request, &hooks));
+  s = self.comm->run(*request, &hooks);
+  if (s.ok() && request->end != nullptr) s = end_on_host(*request->end, -1, &hooks);
+  raise_after(hooks, s);
   return py::bool_(true);
 }
 
@@ -95,7 +106,10 @@ py::object point_to_point(PyCommunicator& self, bool is_send, py::object tensor,
   TensorView view;
   Layout layout;
   Status s = view_tensor(tensor.ptr(), "tensor", !is_send, &view, &layout);
-  if (s.ok() && layout == Layout::kNeedsStaging) return py::reinterpret_borrow<py::object>(Py_NotImplemented);
+  // Messages travel through host memory (pycomm/staging.py).
+  const bool elsewhere = DeviceEngine::is_emulated() ? false : view.device >= 0;
+  if (s.ok() && (elsewhere || layout == Layout::kNeedsStaging))
+    return py::reinterpret_borrow<py::object>(Py_NotImplemented);
   if (s.code() == Code::kInterrupt && PyErr_Occurred() != nullptr) throw py::error_already_set();
   if (s.ok() && (peer < (is_send ? 0 : -1) || peer >= self.comm->size())) {
     s = Status::error(Code::kValue, format("%s: rank %d is not in this communicator of %d",
@@ -120,13 +134,43 @@ py::object point_to_point(PyCommunicator& self, bool is_send, py::object tensor,
   return py::int_(work->source);
 }
 
-py::object empty(PyCommunicator& self, const std::vector<int64_t>& shape, int dtype) {
+// Memory on the device that this communicator's peers reach.
+PyObject* empty_on_device(PyCommunicator& self, const std::vector<int64_t>& shape, DType dtype,
+                          size_t n_bytes, int device) {
+  if (self.comm->device() == nullptr) {  // collective, the first time: a call that moves nothing
+    Request first;
+    first.call.device = device;
+    GilHooks hooks;
+    Status s = current_stream(device, &first.call.stream);
+    if (s.ok()) s = self.comm->prepare(&first, nullptr);
+    if (s.ok()) s = self.comm->run(first, &hooks);
+    raise_after(hooks, s);
+  }
+  auto block = std::make_unique<std::shared_ptr<void>>();
+  throw_if_error(self.comm->check_usable());
+  if (device != self.comm->device()->device()) {
+    throw_if_error(Status::error(Code::kValue, format("empty: device is cuda:%d, this communicator's is cuda:%d",
+                                                      device, self.comm->device()->device())));
+  }
+  throw_if_error(self.comm->device()->allocate(n_bytes, block.get()));
+  void* const data = block->get();
+  return make_tensor(data, shape.data(), static_cast<int>(shape.size()), dtype, device, block.release(),
+                     [](void* b) { delete static_cast<std::shared_ptr<void>*>(b); });
+}
+
+// `device`: of CUDA; -1: the host's arena.
+py::object empty(PyCommunicator& self, const std::vector<int64_t>& shape, int dtype, int device) {
   size_t n = dtype_size(static_cast<DType>(dtype));
   for (int64_t s : shape) {
     if (s < 0 || __builtin_mul_overflow(n, static_cast<size_t>(s), &n) || n > (size_t{1} << 62)) {
       throw_if_error(
           Status::error(Code::kValue, "empty: the sizes are negative, or too many bytes for any machine"));
     }
+  }
+  if (device >= 0) {
+    PyObject* t = empty_on_device(self, shape, static_cast<DType>(dtype), n, device);
+    if (t == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(t);
   }
   struct Block {
     std::shared_ptr<Arena> arena;
@@ -137,7 +181,7 @@ py::object empty(PyCommunicator& self, const std::vector<int64_t>& shape, int dt
   throw_if_error(block->arena->allocate(n, &block->offset));
   void* data = block->arena->base() + block->offset;
   PyObject* t = make_tensor(data, shape.data(), static_cast<int>(shape.size()), static_cast<DType>(dtype),
-                            block.release(), [](void* b) {
+                            -1, block.release(), [](void* b) {
                               auto* held = static_cast<Block*>(b);
                               held->arena->release(held->offset);
                               delete held;
@@ -306,6 +350,38 @@ void set_host_selection(const PyCommunicator& self, int collective,
   throw_if_error(host_selector(self).set_table(static_cast<Collective>(collective), std::move(table)));
 }
 
+DeviceEngine& device_of(const PyCommunicator& self) {
+  if (self.comm->device() == nullptr) {
+    throw_if_error(Status::error(Code::kValue, "this communicator has made no call on CUDA tensors so far"));
+  }
+  return *self.comm->device();
+}
+
+std::vector<std::string> device_algorithms(const PyCommunicator& self, int collective) {
+  std::vector<std::string> names;
+  for (const uint8_t way : device_of(self).ways(static_cast<Collective>(collective)))
+    names.emplace_back(device_way_name(way));
+  return names;
+}
+
+py::list device_selection(const PyCommunicator& self, int collective) {
+  py::list rows;
+  for (const DeviceEngine::Row& r : device_of(self).table(static_cast<Collective>(collective)))
+    rows.append(py::make_tuple(r.max_bytes, device_way_name(r.way)));
+  return rows;
+}
+
+void set_device_selection(const PyCommunicator& self, int collective,
+                          const std::vector<std::tuple<uint64_t, std::string>>& rows) {
+  std::vector<DeviceEngine::Row> table;
+  for (const auto& [max_bytes, name] : rows) {
+    DeviceEngine::Row r{max_bytes, 0};
+    throw_if_error(find_device_way(static_cast<CallKind>(collective), name, &r.way));
+    table.push_back(r);
+  }
+  throw_if_error(device_of(self).set_table(static_cast<Collective>(collective), std::move(table)));
+}
+
 int checked(const PyCommunicator& c, int q) {
   if (q < 0 || q >= c.comm->size()) {
     throw_if_error(
@@ -314,18 +390,38 @@ int checked(const PyCommunicator& c, int q) {
   return q;
 }
 
-bool wait_work(Work& self, double timeout_s) {
+// Of a call on CUDA: until it is issued; torch's current stream then waits for it. With a timeout, or `host`,
+// the calling thread waits for the device.
+bool wait_work(Work& self, double timeout_s, bool host) {
   GilHooks hooks;
   bool finished;
-  raise_after(hooks, self.wait(timeout_s, &hooks, &finished));
+  const double end_s = monotonic_s() + timeout_s;
+  Status s = self.wait(timeout_s, &hooks, &finished);
+  const DeviceEnd* const end = s.ok() && finished ? self.end().get() : nullptr;
+  if (end != nullptr && (host || timeout_s >= 0)) {
+    s = end->wait(timeout_s < 0 ? -1 : std::max(0.0, end_s - monotonic_s()), &hooks);
+    if (s.code() == Code::kTimeout && timeout_s >= 0 && !end->passed()) {
+      hooks.acquire();
+      return false;
+    }
+  } else if (end != nullptr) {
+    s = end_on_host(*end, -1, &hooks);
+  }
+  hooks.acquire();
+  void* stream = nullptr;
+  if (s.ok() && end != nullptr) s = current_stream(end->device(), &stream);
+  if (s.code() == Code::kInterrupt && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  if (s.ok() && end != nullptr) s = end->order(stream);
+  throw_if_error(s);
   return finished;
 }
 
 }  // namespace
 
 void bind_engine(py::module_& m) {
-  m.def("setup", [](py::object tensor, py::object parameter, py::object api, py::object grad_enabled) {
-    bind_tensor_setup(tensor.ptr(), parameter.ptr(), api.ptr(), grad_enabled.ptr());
+  m.def("setup", [](py::object tensor, py::object parameter, py::object api, py::object grad_enabled,
+                    py::object current_stream) {
+    bind_tensor_setup(tensor.ptr(), parameter.ptr(), api.ptr(), grad_enabled.ptr(), current_stream.ptr());
     if (PyErr_Occurred() == nullptr) tally_setup(tensor.ptr());
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
   });
@@ -345,7 +441,8 @@ void bind_engine(py::module_& m) {
         return id;
       });
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
-      .def("wait", &wait_work)
+      .def("wait", &wait_work, py::arg("timeout_s"), py::arg("host") = false)
+      .def_property_readonly("device", [](const Work& w) { return w.end() == nullptr ? -1 : w.end()->device(); })
       .def("done", &Work::done)
       .def("announce", &Work::announce)
       .def("raise_if_failed", [](const Work& w) { throw_if_error(w.result()); })
@@ -391,6 +488,13 @@ void bind_engine(py::module_& m) {
            })
       .def("check_usable", [](const PyCommunicator& c) { throw_if_error(c.comm->check_usable()); })
       .def("empty", &empty)
+      .def_property_readonly(
+          "device", [](const PyCommunicator& c) { return c.comm->device() == nullptr ? -1 : c.comm->device()->device(); })
+      .def("device_description",
+           [](const PyCommunicator& c) { return c.comm->device() == nullptr ? "" : c.comm->device()->describe(); })
+      .def("device_algorithms", &device_algorithms)
+      .def("device_selection", &device_selection)
+      .def("set_device_selection", &set_device_selection)
       .def("owns", [](const PyCommunicator& c,
                       uintptr_t p) { return c.node->arena()->owns(reinterpret_cast<void*>(p)); })
       .def("arena_bytes_in_use", [](const PyCommunicator& c) { return c.node->arena()->bytes_in_use(); })

@@ -17,6 +17,7 @@ struct Device {
   int32_t device_id;
 };
 inline constexpr int32_t kCpu = 1;
+inline constexpr int32_t kCuda = 2;
 inline constexpr int32_t kCudaHost = 3;
 
 struct DataType {

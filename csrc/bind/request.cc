@@ -135,6 +135,7 @@ Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject*
   Call& call = request->call;
   Layout layout = Layout::kPlain, out_layout = Layout::kPlain;
   DType out_dtype = DType::kUInt8;
+  int out_device = -1;
   call.sig.kind = kind;
   call.sig.op = static_cast<ReduceOp>(o.op);
   call.sig.root = o.root;
@@ -148,7 +149,7 @@ Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject*
                            kind == CallKind::kBroadcast || kind == CallKind::kGather;
     const char* what = is_tensor ? "tensor" : "input";
     PYCOMM_RETURN_IF_ERROR(
-        view_tensors(in, what, in == out, &call.in, &call.sig.dtype, &layout).within(call_kind_name(kind)));
+        view_tensors(in, what, in == out, &call.in, &call.sig.dtype, &call.device, &layout).within(call_kind_name(kind)));
   }
   if (has_out && out == in) {
     call.out = call.in;
@@ -156,13 +157,21 @@ Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject*
     const bool reduces = kind == CallKind::kAllReduce || kind == CallKind::kReduce;
     const char* what = kind == CallKind::kBroadcast ? "tensor" : reduces ? "out" : "output";
     PYCOMM_RETURN_IF_ERROR(
-        view_tensors(out, what, true, &call.out, &out_dtype, &out_layout).within(call_kind_name(kind)));
+        view_tensors(out, what, true, &call.out, &out_dtype, &out_device, &out_layout).within(call_kind_name(kind)));
     if (has_in && out_dtype != call.sig.dtype) {
       return Status::error(Code::kType, format("%s: input is %s, output is %s", call_kind_name(kind),
                                                dtype_name(call.sig.dtype), dtype_name(out_dtype)));
     }
     call.sig.dtype = out_dtype;
+    if (has_in && out_device != call.device) {
+      return Status::error(Code::kValue,
+                           format("%s: input is on %s, output on %s; one call takes tensors on one device",
+                                  call_kind_name(kind), device_name(call.device).c_str(),
+                                  device_name(out_device).c_str()));
+    }
+    call.device = out_device;
   }
+  if (call.device >= 0) PYCOMM_RETURN_IF_ERROR(current_stream(call.device, &call.stream));
   if (layout != Layout::kPlain || out_layout != Layout::kPlain)
     return Status::error(Code::kSystem, "needs staging");
   const auto n = static_cast<uint64_t>(self.comm->size());

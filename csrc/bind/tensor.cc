@@ -1,5 +1,6 @@
 #include "bind/tensor.h"
 
+#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -13,11 +14,12 @@ PyTypeObject* tensor_type = nullptr;
 PyTypeObject* parameter_type = nullptr;
 const dlpack::ExchangeApi* api = nullptr;  // null: torch is too old, attributes are read instead
 PyObject* is_grad_enabled = nullptr;
+PyObject* stream_of = nullptr;  // torch's current stream of a device, as an integer
 // Found once on the class: looking them up by name on every tensor costs as much as the calls.
 PyObject *is_neg = nullptr, *is_conj = nullptr;
 Attribute requires_grad;
 PyObject *str_is_contiguous, *str_untyped_storage, *str_nbytes, *str_data_ptr, *str_numel, *str_dtype,
-    *str_device, *str_type;
+    *str_device, *str_type, *str_index;
 
 // The answer of a Python call or attribute as a truth value; -1 with an error set.
 int truth(PyObject* result) {
@@ -94,10 +96,23 @@ Status unsupported_dtype(const char* what, PyObject* tensor) {
   PyErr_Clear();
   return s;
 }
-Status wrong_device(const char* what) {
-  return Status::error(
-      Code::kValue,
-      format("%s must be a CPU tensor: this build has no CUDA engine; move it with .cpu()", what));
+Status wrong_device(const char* what, const char* kind) {
+  return Status::error(Code::kValue,
+                       format("%s must be a CPU or CUDA tensor, is on '%s'; move it with .cpu()", what, kind));
+}
+
+// The device that host memory stands for.
+int host_device() {
+#if defined(PYCOMM_CUDA_EMULATED)
+  static const int device = [] {
+    const char* text = std::getenv("PYCOMM_EMULATED_DEVICE");
+    if (text != nullptr && std::strcmp(text, "rank") == 0) text = std::getenv("RANK");
+    return text == nullptr ? -1 : std::atoi(text);
+  }();
+  return device;
+#else
+  return -1;
+#endif
 }
 
 // Whether a real tensor is lazily negated does not change, but asking costs as much as a small call.
@@ -152,8 +167,12 @@ Status view_by_api(PyObject* tensor, const char* what, TensorView* view, Layout*
     PyErr_Clear();
     return s;
   }
-  if (t.device.device_type != dlpack::kCpu && t.device.device_type != dlpack::kCudaHost)
-    return wrong_device(what);
+  if (t.device.device_type == dlpack::kCuda)
+    view->device = t.device.device_id;
+  else if (t.device.device_type == dlpack::kCpu || t.device.device_type == dlpack::kCudaHost)
+    view->device = host_device();
+  else
+    return wrong_device(what, format("device type %d of DLPack", t.device.device_type).c_str());
   if (!dtype_of(t.dtype, &view->dtype)) return unsupported_dtype(what, tensor);
   if (!contiguous(t, &view->n_elems)) *layout = Layout::kNeedsStaging;
   view->data = static_cast<char*>(t.data) + t.byte_offset;
@@ -164,11 +183,23 @@ Status view_by_api(PyObject* tensor, const char* what, TensorView* view, Layout*
 Status view_by_attributes(PyObject* tensor, const char* what, TensorView* view, Layout* layout) {
   PyObject* device = PyObject_GetAttr(tensor, str_device);
   PyObject* kind = device != nullptr ? PyObject_GetAttr(device, str_type) : nullptr;
+  PyObject* index = device != nullptr ? PyObject_GetAttr(device, str_index) : nullptr;
   Py_XDECREF(device);
-  if (kind == nullptr) return python_error(what);
-  const bool cpu = PyUnicode_CompareWithASCIIString(kind, "cpu") == 0;
+  if (kind == nullptr || index == nullptr) {
+    Py_XDECREF(kind);
+    Py_XDECREF(index);
+    return python_error(what);
+  }
+  Status known_device;
+  if (PyUnicode_CompareWithASCIIString(kind, "cpu") == 0)
+    view->device = host_device();
+  else if (PyUnicode_CompareWithASCIIString(kind, "cuda") == 0)
+    view->device = index == Py_None ? 0 : static_cast<int>(PyLong_AsLong(index));
+  else
+    known_device = wrong_device(what, PyUnicode_AsUTF8(kind));
   Py_DECREF(kind);
-  if (!cpu) return wrong_device(what);
+  Py_DECREF(index);
+  PYCOMM_RETURN_IF_ERROR(std::move(known_device));
   PyObject* dtype = PyObject_GetAttr(tensor, str_dtype);
   PyObject* name = dtype != nullptr ? PyObject_Str(dtype) : nullptr;
   Py_XDECREF(dtype);
@@ -198,13 +229,14 @@ Status view_by_attributes(PyObject* tensor, const char* what, TensorView* view, 
 }  // namespace
 
 void bind_tensor_setup(PyObject* tensor, PyObject* parameter, PyObject* exchange_api,
-                       PyObject* grad_enabled) {
+                       PyObject* grad_enabled, PyObject* current) {
   Py_INCREF(tensor);
   Py_INCREF(parameter);
   Py_INCREF(grad_enabled);
   tensor_type = reinterpret_cast<PyTypeObject*>(tensor);
   parameter_type = reinterpret_cast<PyTypeObject*>(parameter);
   is_grad_enabled = grad_enabled;
+  if (current != Py_None) stream_of = Py_NewRef(current);
   api = nullptr;
   if (exchange_api != nullptr && PyCapsule_CheckExact(exchange_api)) {
     const auto* a =
@@ -224,6 +256,7 @@ void bind_tensor_setup(PyObject* tensor, PyObject* parameter, PyObject* exchange
   str_dtype = PyUnicode_InternFromString("dtype");
   str_device = PyUnicode_InternFromString("device");
   str_type = PyUnicode_InternFromString("type");
+  str_index = PyUnicode_InternFromString("index");
 }
 
 namespace {
@@ -302,13 +335,26 @@ void remember_plain(PyObject* tensor, const TensorView& view) {
   Py_XDECREF(old);
 }
 
+std::string device_name(int device) { return device < 0 ? "CPU" : format("cuda:%d", device); }
+
+Status current_stream(int device, void** stream) {
+  *stream = nullptr;
+  if (stream_of == nullptr || host_device() >= 0) return Status();
+  PyObject* const value = PyObject_CallFunction(stream_of, "i", device);
+  if (value == nullptr) return python_error("torch's current stream");
+  *stream = PyLong_AsVoidPtr(value);
+  Py_DECREF(value);
+  return PyErr_Occurred() != nullptr ? python_error("torch's current stream") : Status();
+}
+
 Status view_tensors(PyObject* object, const char* what, bool written, Buffer* buffer, DType* dtype,
-                    Layout* layout) {
+                    int* device, Layout* layout) {
   TensorView view;
   if (!PyList_CheckExact(object) && !PyTuple_CheckExact(object)) {
     PYCOMM_RETURN_IF_ERROR(view_tensor(object, what, written, &view, layout));
     *buffer = Buffer(view.data, view.n_elems);
     *dtype = view.dtype;
+    *device = view.device;
     return Status();
   }
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
@@ -321,7 +367,15 @@ Status view_tensors(PyObject* object, const char* what, bool written, Buffer* bu
     Status s = view_tensor(PySequence_Fast_GET_ITEM(object, i), what, written, &view, &one);
     if (!s.ok()) return std::move(s).within(format("element %zd", i));
     if (one == Layout::kNeedsStaging) *layout = one;
-    if (i == 0) *dtype = view.dtype;
+    if (i == 0) {
+      *dtype = view.dtype;
+      *device = view.device;
+    }
+    if (view.device != *device) {
+      return Status::error(
+          Code::kValue, format("%s: element %zd is on %s, element 0 on %s; one call takes tensors on one device",
+                               what, i, device_name(view.device).c_str(), device_name(*device).c_str()));
+    }
     if (view.dtype != *dtype) {
       return Status::error(Code::kType,
                            format("%s: element %zd is %s, element 0 is %s; one call takes one dtype", what, i,
@@ -333,7 +387,7 @@ Status view_tensors(PyObject* object, const char* what, bool written, Buffer* bu
   return Status();
 }
 
-PyObject* make_tensor(void* data, const int64_t* shape, int ndim, DType dtype, void* context,
+PyObject* make_tensor(void* data, const int64_t* shape, int ndim, DType dtype, int device, void* context,
                       void (*deleter)(void*)) {
   struct Managed {
     dlpack::ManagedTensorVersioned tensor{};
@@ -341,6 +395,8 @@ PyObject* make_tensor(void* data, const int64_t* shape, int ndim, DType dtype, v
     void* context = nullptr;
     void (*deleter)(void*) = nullptr;
   };
+  const bool on_host = device < 0 || host_device() >= 0;
+  const dlpack::Device where = on_host ? dlpack::Device{dlpack::kCpu, 0} : dlpack::Device{dlpack::kCuda, device};
   auto* m = new Managed;
   m->shape.assign(shape, shape + ndim);
   m->strides.assign(static_cast<size_t>(ndim), 1);
@@ -357,7 +413,7 @@ PyObject* make_tensor(void* data, const int64_t* shape, int ndim, DType dtype, v
     self->deleter(self->context);
     delete self;
   };
-  m->tensor.dl_tensor = {data, {dlpack::kCpu, 0}, ndim, dlpack_of(dtype), m->shape.data(), m->strides.data(),
+  m->tensor.dl_tensor = {data, where, ndim, dlpack_of(dtype), m->shape.data(), m->strides.data(),
                          0};
   if (api != nullptr) {
     void* out = nullptr;

@@ -123,6 +123,7 @@ Status Communicator::execute_on_device(Request& request, CallerHooks* hooks, dou
   device_hooks_ = hooks;
   device_timeout_s_ = timeout_s;
   if (device_ == nullptr) PYCOMM_RETURN_IF_ERROR(make_device(call.device, hooks, timeout_s));
+  if (call.sig.kind == CallKind::kBarrier) return Status();  // all are here, and know their devices
   if (call.sig.kind == CallKind::kAllToAll) {
     Status s = compare_splits(call, hooks, timeout_s);
     if (s.code() == Code::kMismatch) return failed(std::move(s));

@@ -52,6 +52,7 @@ class DeviceEnd {
   // What is put on the stream from now on begins after the call.
   Status order(void* stream) const;
   bool passed() const;
+  int device() const;
   // Blocks the calling thread; kTimeout after timeout_s (negative: the call's own limit decides).
   Status wait(double timeout_s, CallerHooks* hooks) const;
   struct Impl;
@@ -72,6 +73,7 @@ class DeviceEngine {
   };
   static const char* why_not_built();  // null when it is
   static int device_count();
+  static bool is_emulated();  // tests/cuda_on_cpu: all memory is the host's
 
   // Collective. All ranks get the same outcome.
   static Status create(const Node* process, int device, Link link, std::unique_ptr<DeviceEngine>* out);

@@ -24,10 +24,12 @@ DeviceTurn::~DeviceTurn() = default;
 DeviceEnd::~DeviceEnd() = default;
 Status DeviceEnd::order(void*) const { return no(); }
 bool DeviceEnd::passed() const { return true; }
+int DeviceEnd::device() const { return -1; }
 Status DeviceEnd::wait(double, CallerHooks*) const { return no(); }
 
 const char* DeviceEngine::why_not_built() { return kWhy; }
 int DeviceEngine::device_count() { return 0; }
+bool DeviceEngine::is_emulated() { return false; }
 DeviceEngine::DeviceEngine() = default;
 DeviceEngine::~DeviceEngine() = default;
 Status DeviceEngine::create(const Node*, int, Link, std::unique_ptr<DeviceEngine>*) { return no(); }

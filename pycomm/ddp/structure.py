@@ -83,13 +83,19 @@ class Structure:
 
 def is_refused(named: dict[str, nn.Parameter]) -> str | None:
     """Why the parameters cannot be averaged at all, by name; None when they can."""
+    first = next(iter(named.values()), torch.empty(0))
     for name, parameter in named.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             return f"parameter '{name}' has no shape yet; run a forward of the module before wrapping it"
-        if parameter.device.type != "cpu" or parameter.layout is not torch.strided:
+        if parameter.device.type not in ("cpu", "cuda") or parameter.layout is not torch.strided:
             return (
                 f"parameter '{name}' is {parameter.layout} on {parameter.device}; this version takes strided "
-                "tensors on the CPU"
+                "tensors on the CPU or on CUDA"
+            )
+        if parameter.device != first.device:
+            return (
+                f"parameter '{name}' is on {parameter.device}, others are on {first.device}; a module to be "
+                "wrapped has all its parameters on one device"
             )
         if hasattr(parameter, "to_local"):
             return (

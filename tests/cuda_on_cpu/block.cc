@@ -6,6 +6,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <cstring>
 #include <utility>
 
@@ -309,8 +310,9 @@ Settings& settings() {
 }
 
 void run_block(const LaunchShape& shape, uint3 block_idx, Body body) {
-  static thread_local Block block;
-  block.run(shape, block_idx, body);
+  // On the heap: a library that is opened at run time, as an extension is, has little room for such variables.
+  static thread_local const auto block = std::make_unique<Block>();
+  block->run(shape, block_idx, body);
 }
 
 void barrier() { require_active().barrier(); }

@@ -63,6 +63,8 @@ bool DeviceEnd::passed() const {
   return cudaEventQuery(impl->event) != cudaErrorNotReady || impl->failure->failed.load();
 }
 
+int DeviceEnd::device() const { return impl->context->device(); }
+
 Status DeviceEnd::wait(double timeout_s, CallerHooks* hooks) const {
   const double end_s = timeout_s < 0 ? INFINITY : monotonic_s() + timeout_s;
   double asked_s = monotonic_s();

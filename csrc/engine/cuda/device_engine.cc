@@ -73,6 +73,13 @@ void keep_text(const std::string& text, char (&out)[N]) {
 
 const char* DeviceEngine::why_not_built() { return nullptr; }
 int DeviceEngine::device_count() { return cuda::device_count(); }
+bool DeviceEngine::is_emulated() {
+#if defined(PYCOMM_CUDA_EMULATED)
+  return true;
+#else
+  return false;
+#endif
+}
 DeviceEngine::DeviceEngine() : impl_(std::make_unique<Impl>()) {}
 
 nccl::Patience DeviceEngine::Impl::patience(double timeout_s) {
