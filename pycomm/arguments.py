@@ -198,7 +198,9 @@ def cuda_index(name: str, device: Any) -> int:
     try:
         where = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise TypeError(f"{name} must be a torch.device, a string or a number, got {short(device)}") from error
+        raise TypeError(
+            f"{name} must be a torch.device, a string or a number, got {short(device)}"
+        ) from error
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} must be on the CPU or CUDA, got {where}")
     if where.type == "cpu":

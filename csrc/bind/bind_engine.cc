@@ -366,20 +366,20 @@ std::vector<std::string> device_algorithms(const PyCommunicator& self, int colle
 
 py::list device_selection(const PyCommunicator& self, int collective) {
   py::list rows;
-  for (const DeviceEngine::Row& r : device_of(self).table(static_cast<Collective>(collective)))
+  for (const DeviceTables::Row& r : self.comm->device_tables().of(static_cast<Collective>(collective)))
     rows.append(py::make_tuple(r.max_bytes, device_way_name(r.way)));
   return rows;
 }
 
 void set_device_selection(const PyCommunicator& self, int collective,
                           const std::vector<std::tuple<uint64_t, std::string>>& rows) {
-  std::vector<DeviceEngine::Row> table;
+  std::vector<DeviceTables::Row> table;
   for (const auto& [max_bytes, name] : rows) {
-    DeviceEngine::Row r{max_bytes, 0};
+    DeviceTables::Row r{max_bytes, 0};
     throw_if_error(find_device_way(static_cast<CallKind>(collective), name, &r.way));
     table.push_back(r);
   }
-  throw_if_error(device_of(self).set_table(static_cast<Collective>(collective), std::move(table)));
+  throw_if_error(self.comm->device_tables().set(static_cast<Collective>(collective), std::move(table)));
 }
 
 int checked(const PyCommunicator& c, int q) {

@@ -77,6 +77,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   HostSelector* host_selector() { return hierarchy_ == nullptr ? nullptr : &hierarchy_->selector(); }
   PointToPoint& p2p() { return *p2p_; }
   // On CUDA; null before the first call on CUDA tensors.
+  DeviceTables& device_tables() { return device_tables_; }
   DeviceEngine* device() { return device_now_.load(std::memory_order_acquire); }
 
   // Fills in algorithm, tile size and hash; kValue or kType when the request cannot be served.
@@ -153,6 +154,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::deque<Job> queue_;
   bool stop_ = false;
   std::atomic<DeviceEngine*> device_now_{nullptr};
+  DeviceTables device_tables_;
   std::unique_ptr<DeviceEngine> device_;
   CallerHooks* device_hooks_ = nullptr;  // of the call on CUDA that is being executed
   double device_timeout_s_ = 0;

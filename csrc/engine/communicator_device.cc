@@ -23,6 +23,13 @@ Status Communicator::prepare_on_device(Request* request, const char* algorithm) 
   sig.deterministic = request->deterministic;
   if (algorithm != nullptr && sig.kind != CallKind::kAllToAll)
     PYCOMM_RETURN_IF_ERROR(find_device_way(sig.kind, algorithm, &sig.algorithm));
+  const bool reduces = sig.kind == CallKind::kAllReduce || sig.kind == CallKind::kReduceScatter ||
+                       sig.kind == CallKind::kReduce;
+  if (sig.deterministic && reduces && algorithm != nullptr && !device_way_is_deterministic(sig.algorithm)) {
+    return refuse(format("algorithm '%s' does not reduce in the deterministic order; with deterministic=True "
+                         "use one that does (pycomm schedule list shows them)",
+                         algorithm));
+  }
   if (sig.compression != Compression::kNone) {
     if (sig.dtype != DType::kFloat32) return refuse("compression on CUDA is of float32 tensors");
     if (sig.kind != CallKind::kAllReduce && sig.kind != CallKind::kReduceScatter &&
@@ -129,7 +136,7 @@ Status Communicator::execute_on_device(Request& request, CallerHooks* hooks, dou
     if (s.code() == Code::kMismatch) return failed(std::move(s));
     PYCOMM_RETURN_IF_ERROR(std::move(s));
   }
-  PYCOMM_RETURN_IF_ERROR(device_->choose(&call));
+  PYCOMM_RETURN_IF_ERROR(device_->choose(device_tables_, &call));
   Status s = device_->run(call, *request.turn, timeout_s, &request.end);
   request.turn.reset();
   return s;

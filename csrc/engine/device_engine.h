@@ -13,6 +13,7 @@
 // Threads: DeviceTurn and DeviceEnd from any; a DeviceEngine is used by one thread at a time, but for abort.
 #pragma once
 
+#include <array>
 #include <functional>
 #include <memory>
 #include <string>
@@ -34,6 +35,8 @@ enum class DeviceWay : uint8_t {
 };
 // "nccl", "peer", "ring" …; "" of kAuto.
 const char* device_way_name(uint8_t way);
+// Whether its reductions are the canonical tree (docs/numerics.md).
+bool device_way_is_deterministic(uint8_t way);
 
 class DeviceTurn {
  public:
@@ -59,6 +62,22 @@ class DeviceEnd {
   std::unique_ptr<Impl> impl;
 };
 
+// Which way serves which size (of the whole vector), per collective; rising, the last one for all above. A
+// communicator has one from its making on, and gives it to those that split() makes.
+class DeviceTables {
+ public:
+  struct Row {
+    uint64_t max_bytes;
+    uint8_t way;
+  };
+  DeviceTables();
+  const std::vector<Row>& of(Collective c) const { return rows_[static_cast<size_t>(c)]; }
+  Status set(Collective collective, std::vector<Row> rows);
+
+ private:
+  std::array<std::vector<Row>, kNumCollectives> rows_;
+};
+
 class DeviceEngine {
  public:
   // What it needs of the communicator.
@@ -81,7 +100,7 @@ class DeviceEngine {
 
   int device() const;
   // kValue, the same on all ranks that agreed on the call, when nothing can run it: nothing was launched.
-  Status choose(Call* call) const;
+  Status choose(const DeviceTables& tables, Call* call) const;
   // Issues it. A failure has failed the communicator.
   Status run(const Call& call, const DeviceTurn& turn, double timeout_s, std::shared_ptr<DeviceEnd>* end);
   // Ends what is under way.
@@ -89,13 +108,6 @@ class DeviceEngine {
 
   // Memory that peers reach: tensors in it need no staging. kSystem when there is no room.
   Status allocate(size_t n_bytes, std::shared_ptr<void>* out);
-  // Which way serves which size (of the whole vector), per collective; rising, the last one for all above.
-  struct Row {
-    uint64_t max_bytes;
-    uint8_t way;
-  };
-  std::vector<Row> table(Collective collective) const;
-  Status set_table(Collective collective, std::vector<Row> rows);
   // The ways that this communicator has for the collective.
   std::vector<uint8_t> ways(Collective collective) const;
   std::string describe() const;  // lines for a person: NCCL's version and file, why there is no peer memory

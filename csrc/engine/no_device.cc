@@ -16,6 +16,7 @@ Status no() { return Status::error(Code::kValue, kWhy); }
 }  // namespace
 
 const char* device_way_name(uint8_t) { return ""; }
+bool device_way_is_deterministic(uint8_t) { return false; }
 Status find_device_way(CallKind, const std::string&, uint8_t*) { return no(); }
 
 Status DeviceTurn::take(const Node*, int, void*, std::shared_ptr<DeviceTurn>*) { return no(); }
@@ -34,12 +35,12 @@ DeviceEngine::DeviceEngine() = default;
 DeviceEngine::~DeviceEngine() = default;
 Status DeviceEngine::create(const Node*, int, Link, std::unique_ptr<DeviceEngine>*) { return no(); }
 int DeviceEngine::device() const { return -1; }
-Status DeviceEngine::choose(Call*) const { return no(); }
+Status DeviceEngine::choose(const DeviceTables&, Call*) const { return no(); }
 Status DeviceEngine::run(const Call&, const DeviceTurn&, double, std::shared_ptr<DeviceEnd>*) { return no(); }
 void DeviceEngine::abort(const Status&) {}
 Status DeviceEngine::allocate(size_t, std::shared_ptr<void>*) { return no(); }
-std::vector<DeviceEngine::Row> DeviceEngine::table(Collective) const { return {}; }
-Status DeviceEngine::set_table(Collective, std::vector<Row>) { return no(); }
+DeviceTables::DeviceTables() = default;
+Status DeviceTables::set(Collective, std::vector<Row>) { return no(); }
 std::vector<uint8_t> DeviceEngine::ways(Collective) const { return {}; }
 std::string DeviceEngine::describe() const { return kWhy; }
 

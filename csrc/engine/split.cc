@@ -89,9 +89,16 @@ Status Communicator::make_child(const std::vector<int>& members, const std::vect
     controls.push_back(offsets[i]);
   }
   const double timeout_s = group_->timeout_s();
-  if (here == nullptr) return create(group_->node(), node_ranks, local, timeout_s, controls, out);
+  if (here == nullptr) {
+    PYCOMM_RETURN_IF_ERROR(create(group_->node(), node_ranks, local, timeout_s, controls, out));
+    (*out)->device_tables_ = device_tables_;
+    return Status();
+  }
   across.id = (static_cast<uint64_t>(hash_mix(id_, salt)) << 32 | hash_mix(salt, ~id_)) & ~uint64_t{1};
-  return create(group_->node(), node_ranks, local, timeout_s, controls, std::move(across), out);
+  PYCOMM_RETURN_IF_ERROR(
+      create(group_->node(), node_ranks, local, timeout_s, controls, std::move(across), out));
+  (*out)->device_tables_ = device_tables_;
+  return Status();
 }
 
 }  // namespace pycomm

@@ -204,7 +204,7 @@ SIGNATURES = {
     "scatter": "output input src * counts async_op algorithm timeout",
     "all_to_all": "output input output_split_sizes input_split_sizes * async_op timeout",
     "barrier": "* async_op timeout",
-    "empty": "shape dtype",
+    "empty": "shape dtype device",
     "split": "color key",
     "new_group": "ranks",
     "shrink": "exclude timeout",

@@ -51,6 +51,10 @@ const char* device_way_name(uint8_t way) {
   return "";
 }
 
+bool device_way_is_deterministic(uint8_t way) {
+  return way < catalog().size() ? catalog()[way].deterministic : way != code(DeviceWay::kNccl);
+}
+
 Status find_device_way(CallKind kind, const std::string& name, uint8_t* out) {
   std::string known;
   for (const uint8_t way : ways_of(kind)) {
@@ -60,7 +64,7 @@ Status find_device_way(CallKind kind, const std::string& name, uint8_t* out) {
     }
     known += (known.empty() ? "" : ", ") + std::string(device_way_name(way));
   }
-  return Status::error(Code::kValue, format("algorithm '%s' is not one of %s's on CUDA: %s", name.c_str(),
+  return Status::error(Code::kValue, format("on CUDA, algorithm '%s' is not one of %s's: %s", name.c_str(),
                                             call_kind_name(kind), known.c_str()));
 }
 
@@ -76,8 +80,22 @@ CallParts::CallParts(const Call& call, int n_ranks) {
   }
 }
 
-void DeviceEngine::Impl::default_tables() {
-  for (auto& t : tables) t = {{kPeerBytes, code(DeviceWay::kPeer)}, {kAll, code(DeviceWay::kNccl)}};
+DeviceTables::DeviceTables() {
+  for (auto& t : rows_) t = {{kPeerBytes, code(DeviceWay::kPeer)}, {kAll, code(DeviceWay::kNccl)}};
+}
+
+Status DeviceTables::set(Collective collective, std::vector<Row> rows) {
+  const std::vector<uint8_t> known = ways_of(static_cast<CallKind>(collective));
+  if (rows.empty()) return Status::error(Code::kValue, "a selection table needs at least one entry");
+  for (size_t i = 0; i < rows.size(); i++) {
+    const bool rises = i == 0 || rows[i].max_bytes > rows[i - 1].max_bytes;
+    if (rises && std::find(known.begin(), known.end(), rows[i].way) != known.end()) continue;
+    return Status::error(Code::kValue, format("entry %zu of the %s table on CUDA: sizes must rise, and the "
+                                              "algorithm be one of the collective's",
+                                              i, collective_name(collective)));
+  }
+  rows_[static_cast<size_t>(collective)] = std::move(rows);
+  return Status();
 }
 
 Status DeviceEngine::Impl::plan_of(const Call& call, uint8_t algorithm, bool in_place,
@@ -136,7 +154,7 @@ Status DeviceEngine::Impl::supports(const Call& call, uint8_t way) {
   return cuda::check_rounds(rounds_call(call, {}, plan));
 }
 
-Status DeviceEngine::choose(Call* call) const {
+Status DeviceEngine::choose(const DeviceTables& tables, Call* call) const {
   Impl& d = *impl_;
   Signature& sig = call->sig;
   if (sig.algorithm != code(DeviceWay::kAuto)) {
@@ -147,7 +165,7 @@ Status DeviceEngine::choose(Call* call) const {
   std::vector<uint8_t> order;
   if (sig.kind != CallKind::kAllToAll) {
     const uint64_t n_bytes = sig.count * dtype_size(sig.dtype);
-    for (const Row& r : d.tables[static_cast<size_t>(sig.kind)]) {
+    for (const DeviceTables::Row& r : tables.of(static_cast<Collective>(sig.kind))) {
       if (n_bytes > r.max_bytes) continue;
       order.push_back(r.way);
       break;
@@ -170,24 +188,6 @@ Status DeviceEngine::choose(Call* call) const {
     if (first.ok()) first = std::move(s);
   }
   return first;
-}
-
-std::vector<DeviceEngine::Row> DeviceEngine::table(Collective collective) const {
-  return impl_->tables[static_cast<size_t>(collective)];
-}
-
-Status DeviceEngine::set_table(Collective collective, std::vector<Row> rows) {
-  const std::vector<uint8_t> known = ways_of(static_cast<CallKind>(collective));
-  if (rows.empty()) return Status::error(Code::kValue, "a selection table needs at least one entry");
-  for (size_t i = 0; i < rows.size(); i++) {
-    const bool rises = i == 0 || rows[i].max_bytes > rows[i - 1].max_bytes;
-    if (rises && std::find(known.begin(), known.end(), rows[i].way) != known.end()) continue;
-    return Status::error(Code::kValue, format("entry %zu of the %s table on CUDA: sizes must rise, and the "
-                                              "algorithm be one of the collective's",
-                                              i, collective_name(collective)));
-  }
-  impl_->tables[static_cast<size_t>(collective)] = std::move(rows);
-  return Status();
 }
 
 std::vector<uint8_t> DeviceEngine::ways(Collective collective) const {

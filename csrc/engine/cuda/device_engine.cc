@@ -137,7 +137,6 @@ Status DeviceEngine::create(const Node* process, int device, Link link, std::uni
   Impl& d = *made->impl_;
   d.link = std::move(link);
   d.device = device;
-  d.default_tables();
 
   Facts mine;
   mine.device = device;

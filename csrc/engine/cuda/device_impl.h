@@ -9,7 +9,6 @@
 //   device_context.cc  what communicators share
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -79,8 +78,6 @@ struct DeviceEngine::Impl {
   std::unique_ptr<cuda::NcclRounds> rounds;
   std::map<std::tuple<int, int, bool>, std::unique_ptr<cuda::RoundPlan>> plans;  // algorithm, root, in place
 
-  std::array<std::vector<Row>, kNumCollectives> tables;
-
   // ---- device_engine.cc
   Status make_peers();
   Status find_nccl();
@@ -88,7 +85,6 @@ struct DeviceEngine::Impl {
   nccl::Patience patience(double timeout_s);
 
   // ---- device_choice.cc
-  void default_tables();
   // kOk, or why this way cannot run the call.
   Status supports(const Call& call, uint8_t way);
   Status plan_of(const Call& call, uint8_t algorithm, bool in_place, const cuda::RoundPlan** out);

@@ -150,7 +150,7 @@ void Operation::plan(const Call& call) {
         if (q != me) send(call, q, call.src, n_bytes, Lane::kCollective);
       }
       endings_.push_back([=] {
-        if (n_bytes > 0) std::memmove(dst, call.src, n_bytes);
+        if (n_bytes > 0 && dst != call.src) std::memmove(dst, call.src, n_bytes);
       });
       return;
   }
