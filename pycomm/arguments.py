@@ -205,7 +205,8 @@ def cuda_index(name: str, device: Any) -> int:
         raise ValueError(f"{name} must be on the CPU or CUDA, got {where}")
     if where.type == "cpu":
         return -1
-    return torch.cuda.current_device() if where.index is None else where.index
+    index: int | None = where.index  # torch's annotation leaves None out
+    return torch.cuda.current_device() if index is None else index
 
 
 def common(name: str, async_op: Any, algorithm: Any, deterministic: Any, timeout: Any) -> float | None:

@@ -1,8 +1,9 @@
 """send, recv, isend and irecv of a communicator: matched by (source, tag), independent of its collectives.
 
-Messages of one sender and tag arrive in the order in which they were sent. Tensors are dense, of the dtypes of
-collectives and of any layout; those on a GPU travel through host memory, after what is on torch's current stream. A wrong argument raises on its rank alone: no other rank is in
-this call, so nobody is told, and the communicator stays usable.
+Messages of one sender and tag arrive in the order in which they were sent. Tensors are dense, of the dtypes
+of collectives and of any layout; those on a GPU travel through host memory, behind what is on torch's current
+stream. A wrong argument raises on its rank alone: no other rank is in this call, so nobody is told, and the
+communicator stays usable.
 
 Common errors: ``TypeError`` and ``ValueError`` name the argument, what was expected and what came.
 ``MismatchError``: the message has another size or dtype than the tensor that receives it. ``PeerLostError``:

@@ -149,8 +149,9 @@ PyObject* empty_on_device(PyCommunicator& self, const std::vector<int64_t>& shap
   auto block = std::make_unique<std::shared_ptr<void>>();
   throw_if_error(self.comm->check_usable());
   if (device != self.comm->device()->device()) {
-    throw_if_error(Status::error(Code::kValue, format("empty: device is cuda:%d, this communicator's is cuda:%d",
-                                                      device, self.comm->device()->device())));
+    throw_if_error(
+        Status::error(Code::kValue, format("empty: device is cuda:%d, this communicator's is cuda:%d", device,
+                                           self.comm->device()->device())));
   }
   throw_if_error(self.comm->device()->allocate(n_bytes, block.get()));
   void* const data = block->get();
@@ -180,8 +181,8 @@ py::object empty(PyCommunicator& self, const std::vector<int64_t>& shape, int dt
   throw_if_error(self.comm->check_usable());
   throw_if_error(block->arena->allocate(n, &block->offset));
   void* data = block->arena->base() + block->offset;
-  PyObject* t = make_tensor(data, shape.data(), static_cast<int>(shape.size()), static_cast<DType>(dtype),
-                            -1, block.release(), [](void* b) {
+  PyObject* t = make_tensor(data, shape.data(), static_cast<int>(shape.size()), static_cast<DType>(dtype), -1,
+                            block.release(), [](void* b) {
                               auto* held = static_cast<Block*>(b);
                               held->arena->release(held->offset);
                               delete held;
@@ -442,7 +443,8 @@ void bind_engine(py::module_& m) {
       });
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def("wait", &wait_work, py::arg("timeout_s"), py::arg("host") = false)
-      .def_property_readonly("device", [](const Work& w) { return w.end() == nullptr ? -1 : w.end()->device(); })
+      .def_property_readonly("device",
+                             [](const Work& w) { return w.end() == nullptr ? -1 : w.end()->device(); })
       .def("done", &Work::done)
       .def("announce", &Work::announce)
       .def("raise_if_failed", [](const Work& w) { throw_if_error(w.result()); })
@@ -488,10 +490,14 @@ void bind_engine(py::module_& m) {
            })
       .def("check_usable", [](const PyCommunicator& c) { throw_if_error(c.comm->check_usable()); })
       .def("empty", &empty)
-      .def_property_readonly(
-          "device", [](const PyCommunicator& c) { return c.comm->device() == nullptr ? -1 : c.comm->device()->device(); })
+      .def_property_readonly("device",
+                             [](const PyCommunicator& c) {
+                               return c.comm->device() == nullptr ? -1 : c.comm->device()->device();
+                             })
       .def("device_description",
-           [](const PyCommunicator& c) { return c.comm->device() == nullptr ? "" : c.comm->device()->describe(); })
+           [](const PyCommunicator& c) {
+             return c.comm->device() == nullptr ? "" : c.comm->device()->describe();
+           })
       .def("device_algorithms", &device_algorithms)
       .def("device_selection", &device_selection)
       .def("set_device_selection", &set_device_selection)

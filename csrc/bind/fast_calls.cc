@@ -36,7 +36,8 @@ int try_all_reduce(PyCommunicator& core, PyObject* tensor, PyObject* out) {
   if (s.ok() && out != tensor) s = view_tensor(out, "out", true, &out_view, &out_layout);
   if (s.code() == Code::kInterrupt && PyErr_Occurred() != nullptr) return -1;
   // What is wrong, differs or overlaps is for the long way to judge.
-  if (!s.ok() || view.device >= 0 || layout == Layout::kNeedsStaging || out_layout == Layout::kNeedsStaging) return 0;
+  if (!s.ok() || view.device >= 0 || layout == Layout::kNeedsStaging || out_layout == Layout::kNeedsStaging)
+    return 0;
   remember_plain(tensor, view);
   if (out == tensor) out_view = view;
   if (out != tensor) {

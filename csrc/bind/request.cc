@@ -148,26 +148,26 @@ Status make_request(PyCommunicator& self, CallKind kind, PyObject* in, PyObject*
     const bool is_tensor = kind == CallKind::kAllReduce || kind == CallKind::kReduce ||
                            kind == CallKind::kBroadcast || kind == CallKind::kGather;
     const char* what = is_tensor ? "tensor" : "input";
-    PYCOMM_RETURN_IF_ERROR(
-        view_tensors(in, what, in == out, &call.in, &call.sig.dtype, &call.device, &layout).within(call_kind_name(kind)));
+    PYCOMM_RETURN_IF_ERROR(view_tensors(in, what, in == out, &call.in, &call.sig.dtype, &call.device, &layout)
+                               .within(call_kind_name(kind)));
   }
   if (has_out && out == in) {
     call.out = call.in;
   } else if (has_out) {
     const bool reduces = kind == CallKind::kAllReduce || kind == CallKind::kReduce;
     const char* what = kind == CallKind::kBroadcast ? "tensor" : reduces ? "out" : "output";
-    PYCOMM_RETURN_IF_ERROR(
-        view_tensors(out, what, true, &call.out, &out_dtype, &out_device, &out_layout).within(call_kind_name(kind)));
+    PYCOMM_RETURN_IF_ERROR(view_tensors(out, what, true, &call.out, &out_dtype, &out_device, &out_layout)
+                               .within(call_kind_name(kind)));
     if (has_in && out_dtype != call.sig.dtype) {
       return Status::error(Code::kType, format("%s: input is %s, output is %s", call_kind_name(kind),
                                                dtype_name(call.sig.dtype), dtype_name(out_dtype)));
     }
     call.sig.dtype = out_dtype;
     if (has_in && out_device != call.device) {
-      return Status::error(Code::kValue,
-                           format("%s: input is on %s, output on %s; one call takes tensors on one device",
-                                  call_kind_name(kind), device_name(call.device).c_str(),
-                                  device_name(out_device).c_str()));
+      return Status::error(
+          Code::kValue,
+          format("%s: input is on %s, output on %s; one call takes tensors on one device",
+                 call_kind_name(kind), device_name(call.device).c_str(), device_name(out_device).c_str()));
     }
     call.device = out_device;
   }

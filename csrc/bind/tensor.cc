@@ -97,8 +97,8 @@ Status unsupported_dtype(const char* what, PyObject* tensor) {
   return s;
 }
 Status wrong_device(const char* what, const char* kind) {
-  return Status::error(Code::kValue,
-                       format("%s must be a CPU or CUDA tensor, is on '%s'; move it with .cpu()", what, kind));
+  return Status::error(
+      Code::kValue, format("%s must be a CPU or CUDA tensor, is on '%s'; move it with .cpu()", what, kind));
 }
 
 // The device that host memory stands for.
@@ -228,8 +228,8 @@ Status view_by_attributes(PyObject* tensor, const char* what, TensorView* view, 
 }
 }  // namespace
 
-void bind_tensor_setup(PyObject* tensor, PyObject* parameter, PyObject* exchange_api,
-                       PyObject* grad_enabled, PyObject* current) {
+void bind_tensor_setup(PyObject* tensor, PyObject* parameter, PyObject* exchange_api, PyObject* grad_enabled,
+                       PyObject* current) {
   Py_INCREF(tensor);
   Py_INCREF(parameter);
   Py_INCREF(grad_enabled);
@@ -373,8 +373,9 @@ Status view_tensors(PyObject* object, const char* what, bool written, Buffer* bu
     }
     if (view.device != *device) {
       return Status::error(
-          Code::kValue, format("%s: element %zd is on %s, element 0 on %s; one call takes tensors on one device",
-                               what, i, device_name(view.device).c_str(), device_name(*device).c_str()));
+          Code::kValue,
+          format("%s: element %zd is on %s, element 0 on %s; one call takes tensors on one device", what, i,
+                 device_name(view.device).c_str(), device_name(*device).c_str()));
     }
     if (view.dtype != *dtype) {
       return Status::error(Code::kType,
@@ -396,7 +397,8 @@ PyObject* make_tensor(void* data, const int64_t* shape, int ndim, DType dtype, i
     void (*deleter)(void*) = nullptr;
   };
   const bool on_host = device < 0 || host_device() >= 0;
-  const dlpack::Device where = on_host ? dlpack::Device{dlpack::kCpu, 0} : dlpack::Device{dlpack::kCuda, device};
+  const dlpack::Device where =
+      on_host ? dlpack::Device{dlpack::kCpu, 0} : dlpack::Device{dlpack::kCuda, device};
   auto* m = new Managed;
   m->shape.assign(shape, shape + ndim);
   m->strides.assign(static_cast<size_t>(ndim), 1);
@@ -413,8 +415,7 @@ PyObject* make_tensor(void* data, const int64_t* shape, int ndim, DType dtype, i
     self->deleter(self->context);
     delete self;
   };
-  m->tensor.dl_tensor = {data, where, ndim, dlpack_of(dtype), m->shape.data(), m->strides.data(),
-                         0};
+  m->tensor.dl_tensor = {data, where, ndim, dlpack_of(dtype), m->shape.data(), m->strides.data(), 0};
   if (api != nullptr) {
     void* out = nullptr;
     if (api->managed_tensor_to_py_object_no_sync(&m->tensor, &out) != 0) {

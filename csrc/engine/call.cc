@@ -60,7 +60,8 @@ uint32_t hash_mix(uint64_t a, uint64_t b) {
 uint64_t Signature::packed() const {
   return static_cast<uint64_t>(kind) | static_cast<uint64_t>(op) << 8 | static_cast<uint64_t>(dtype) << 16 |
          static_cast<uint64_t>(algorithm) << 24 | static_cast<uint64_t>(root & kRootBits) << 32 |
-         static_cast<uint64_t>(on_device) << 59 | static_cast<uint64_t>(compression) << 60 | static_cast<uint64_t>(deterministic) << 63;
+         static_cast<uint64_t>(on_device) << 59 | static_cast<uint64_t>(compression) << 60 |
+         static_cast<uint64_t>(deterministic) << 63;
 }
 
 Signature Signature::unpack(uint64_t packed, uint64_t count, uint32_t extra) {

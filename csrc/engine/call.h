@@ -45,8 +45,8 @@ struct Signature {
   bool deterministic = false;
   Compression compression = Compression::kNone;
   bool on_device = false;  // tensors on CUDA; algorithm is then a way of engine/device_engine.h
-  uint64_t count = 0;  // elements of the whole vector
-  uint32_t extra = 0;  // hash of per-rank counts, tile size and the arena's algorithm
+  uint64_t count = 0;      // elements of the whole vector
+  uint32_t extra = 0;      // hash of per-rank counts, tile size and the arena's algorithm
 
   // Packed for the head of a call: all but count and extra.
   uint64_t packed() const;

@@ -226,7 +226,8 @@ std::shared_ptr<Work> Communicator::start(std::unique_ptr<Request> request) {
   if (s.ok() && request->call.device >= 0) s = take_turn(request.get());
   if (s.ok()) {
     const Signature& sig = request->call.sig;
-    const bool small = request->call.device < 0 && sig.kind != CallKind::kAllToAll && sig.count * dtype_size(sig.dtype) <= kEagerBytes;
+    const bool small = request->call.device < 0 && sig.kind != CallKind::kAllToAll &&
+                       sig.count * dtype_size(sig.dtype) <= kEagerBytes;
     s = enqueue(std::move(request), work, small);
   }
   if (!s.ok()) work->finish(std::move(s));

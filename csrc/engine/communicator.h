@@ -32,8 +32,8 @@ struct Request {
   // call.counts, send_counts and recv_counts point here when the request outlives its caller's arguments.
   std::vector<uint64_t> counts, send_counts, recv_counts;
   bool deterministic = false;
-  std::string refusal;   // not empty: refuse, instead of calling
-  double timeout_s = 0;  // 0: the communicator's
+  std::string refusal;               // not empty: refuse, instead of calling
+  double timeout_s = 0;              // 0: the communicator's
   std::shared_ptr<DeviceTurn> turn;  // of a call on device tensors: from its making to its issue
   std::shared_ptr<DeviceEnd> end;    // once it is issued
 };

@@ -14,10 +14,11 @@ Status Communicator::prepare_on_device(Request* request, const char* algorithm) 
   if (const char* why = DeviceEngine::why_not_built()) return refuse(why);
   const DeviceEngine* const known = device();
   if (known != nullptr && known->device() != call.device) {
-    return refuse(format("the tensors are on cuda:%d, and this communicator's calls on CUDA are on cuda:%d; a "
-                         "communicator has one device on each rank, that of its first call on CUDA (split() "
-                         "makes another one)",
-                         call.device, known->device()));
+    return refuse(
+        format("the tensors are on cuda:%d, and this communicator's calls on CUDA are on cuda:%d; a "
+               "communicator has one device on each rank, that of its first call on CUDA (split() "
+               "makes another one)",
+               call.device, known->device()));
   }
   sig.on_device = true;
   sig.deterministic = request->deterministic;
@@ -26,9 +27,10 @@ Status Communicator::prepare_on_device(Request* request, const char* algorithm) 
   const bool reduces = sig.kind == CallKind::kAllReduce || sig.kind == CallKind::kReduceScatter ||
                        sig.kind == CallKind::kReduce;
   if (sig.deterministic && reduces && algorithm != nullptr && !device_way_is_deterministic(sig.algorithm)) {
-    return refuse(format("algorithm '%s' does not reduce in the deterministic order; with deterministic=True "
-                         "use one that does (pycomm schedule list shows them)",
-                         algorithm));
+    return refuse(
+        format("algorithm '%s' does not reduce in the deterministic order; with deterministic=True "
+               "use one that does (pycomm schedule list shows them)",
+               algorithm));
   }
   if (sig.compression != Compression::kNone) {
     if (sig.dtype != DType::kFloat32) return refuse("compression on CUDA is of float32 tensors");
@@ -44,7 +46,8 @@ Status Communicator::prepare_on_device(Request* request, const char* algorithm) 
 
 // From here on calls that are made later, over any communicator of this process and device, come after.
 Status Communicator::take_turn(Request* request) {
-  Status s = DeviceTurn::take(group_->node().get(), request->call.device, request->call.stream, &request->turn);
+  Status s =
+      DeviceTurn::take(group_->node().get(), request->call.device, request->call.stream, &request->turn);
   if (s.ok()) return s;
   Request refusal;  // the peers would wait for this rank
   refusal.refusal = s.message();

@@ -40,7 +40,8 @@ bool device_way_is_deterministic(uint8_t way);
 
 class DeviceTurn {
  public:
-  // What is on the caller's `stream` by now comes before the call. `process` tells ranks of one process apart.
+  // What is on the caller's `stream` by now comes before the call. `process` tells ranks of one process
+  // apart.
   static Status take(const Node* process, int device, void* stream, std::shared_ptr<DeviceTurn>* out);
   // Not kOk: `hooks` or `trouble` ended the wait for the earlier ones.
   Status wait(CallerHooks* hooks, const std::function<Status()>& trouble);

@@ -10,7 +10,8 @@ struct DeviceEngine::Impl {};
 
 namespace {
 constexpr const char* kWhy =
-    "this build of pycomm has no CUDA engine (no nvcc was found when it was built, or PYCOMM_CUDA=off): install "
+    "this build of pycomm has no CUDA engine (no nvcc was found when it was built, or PYCOMM_CUDA=off): "
+    "install "
     "the CUDA toolkit and pip install again, or move the tensors with .cpu()";
 Status no() { return Status::error(Code::kValue, kWhy); }
 }  // namespace

@@ -42,7 +42,7 @@ class Work {
   bool done() const { return issued() && (end_ == nullptr || end_->passed()); }
   bool issued() const { return done_.load(std::memory_order_acquire); }
   void set_end(std::shared_ptr<DeviceEnd> end) { end_ = std::move(end); }  // before finish()
-  const std::shared_ptr<DeviceEnd>& end() const { return end_; }             // null before it is issued
+  const std::shared_ptr<DeviceEnd>& end() const { return end_; }           // null before it is issued
   // Of whose queue it is, or (send, recv) whose transfer; before the work is shown to anybody.
   void set_communicator(std::weak_ptr<Communicator> communicator, bool is_transfer = false) {
     communicator_ = std::move(communicator);

@@ -6,8 +6,8 @@
 
 #include <cstdio>
 #include <cstdlib>
-#include <memory>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 namespace cuda_on_cpu {
@@ -310,7 +310,8 @@ Settings& settings() {
 }
 
 void run_block(const LaunchShape& shape, uint3 block_idx, Body body) {
-  // On the heap: a library that is opened at run time, as an extension is, has little room for such variables.
+  // On the heap: a library that is opened at run time, as an extension is, has little room for such
+  // variables.
   static thread_local const auto block = std::make_unique<Block>();
   block->run(shape, block_idx, body);
 }

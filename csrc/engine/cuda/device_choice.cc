@@ -116,16 +116,16 @@ Status DeviceEngine::Impl::supports(const Call& call, uint8_t way) {
   const bool reduces = sig.kind == CallKind::kAllReduce || sig.kind == CallKind::kReduceScatter ||
                        sig.kind == CallKind::kReduce;
   const auto no = [&](Code c, const std::string& why) {
-    return Status::error(c, format("%s/%s on CUDA: %s", call_kind_name(sig.kind), device_way_name(way),
-                                   why.c_str()));
+    return Status::error(
+        c, format("%s/%s on CUDA: %s", call_kind_name(sig.kind), device_way_name(way), why.c_str()));
   };
   if (is_peer(way)) {
     if (peers == nullptr) return no(Code::kValue, why_no_peers);
     if (sig.kind == CallKind::kAllToAll) return no(Code::kValue, "peers' memory has no all_to_all; use nccl");
     if (sig.compression != Compression::kNone) return no(Code::kValue, "nothing is compressed; use direct");
     if (reduces && !cuda::reduce_supported(sig.dtype, sig.op)) {
-      return no(Code::kValue, format("there is no kernel for %s of %s", reduce_op_name(sig.op),
-                                     dtype_name(sig.dtype)));
+      return no(Code::kValue,
+                format("there is no kernel for %s of %s", reduce_op_name(sig.op), dtype_name(sig.dtype)));
     }
     return Status();
   }

@@ -65,8 +65,7 @@ Status DeviceContext::take_event(Event* out) {
   }
   const DeviceGuard guard(device_);
   PYCOMM_RETURN_IF_ERROR(guard.status());
-  return cuda_status(cudaEventCreateWithFlags(out, cudaEventDisableTiming),
-                             "cudaEventCreateWithFlags");
+  return cuda_status(cudaEventCreateWithFlags(out, cudaEventDisableTiming), "cudaEventCreateWithFlags");
 }
 
 void DeviceContext::give_event(Event event) {

@@ -6,8 +6,8 @@
 // calls in the same order on all ranks, over whatever communicators, therefore issue them in one order
 // everywhere, without which NCCL and kernels that wait for peers deadlock.
 //
-// A rank is a process; tests have ranks as threads, which their Node tells apart. Scratch only grows: what was
-// outgrown stays until the context goes, since cudaFree would wait for kernels that wait for peers. Any
+// A rank is a process; tests have ranks as threads, which their Node tells apart. Scratch only grows: what
+// was outgrown stays until the context goes, since cudaFree would wait for kernels that wait for peers. Any
 // thread, but scratch and streams: by whoever holds issuing().
 #pragma once
 

@@ -96,7 +96,8 @@ Status DeviceEngine::Impl::make_peers() {
     return Status();
   }
   if (link.n_ranks > cuda::kMaxPeers) {
-    why_no_peers = format("peers' memory serves at most %d ranks, here are %d", cuda::kMaxPeers, link.n_ranks);
+    why_no_peers =
+        format("peers' memory serves at most %d ranks, here are %d", cuda::kMaxPeers, link.n_ranks);
     return Status();
   }
   size_t n_heap = 0;
@@ -105,10 +106,10 @@ Status DeviceEngine::Impl::make_peers() {
   options.describe = link.describe;
   options.trouble = link.trouble;
   std::unique_ptr<PeerMemory> made;
-  Status s = PeerMemory::create({device, link.rank, link.n_ranks,
-                                 PeerCollectives::reserved_bytes(options.half_bytes),
-                                 PeerCollectives::zero_bytes(), n_heap},
-                                link.exchange, &made);
+  Status s = PeerMemory::create(
+      {device, link.rank, link.n_ranks, PeerCollectives::reserved_bytes(options.half_bytes),
+       PeerCollectives::zero_bytes(), n_heap},
+      link.exchange, &made);
   memory = std::move(made);
   if (s.ok()) s = PeerCollectives::create(memory.get(), options, link.exchange, &peers);
   PYCOMM_RETURN_IF_ERROR(link.trouble());
@@ -158,20 +159,23 @@ Status DeviceEngine::create(const Node* process, int device, Link link, std::uni
     const auto who = d.link.describe(static_cast<int>(q));
     if (!all[q].good) return Status::error(Code::kSystem, who + ": " + all[q].why);
     if (all[q].heap_bytes != all[0].heap_bytes) {
-      return Status::error(Code::kMismatch, format("PYCOMM_DEVICE_ARENA is %llu on rank 0, %llu on %s",
-                                                   static_cast<unsigned long long>(all[0].heap_bytes),
-                                                   static_cast<unsigned long long>(all[q].heap_bytes),
-                                                   who.c_str()));
+      return Status::error(Code::kMismatch,
+                           format("PYCOMM_DEVICE_ARENA is %llu on rank 0, %llu on %s",
+                                  static_cast<unsigned long long>(all[0].heap_bytes),
+                                  static_cast<unsigned long long>(all[q].heap_bytes), who.c_str()));
     }
     if (!d.why_no_nccl.empty()) continue;
-    if (all[q].nccl_version == 0) d.why_no_nccl = format("NCCL is not usable on %s: %s", who.c_str(), all[q].why);
+    if (all[q].nccl_version == 0)
+      d.why_no_nccl = format("NCCL is not usable on %s: %s", who.c_str(), all[q].why);
     for (size_t p = 0; p < q && d.why_no_nccl.empty(); p++) {
-      const bool same = std::strcmp(all[p].pci, all[q].pci) == 0 && std::strcmp(all[p].host, all[q].host) == 0;
+      const bool same =
+          std::strcmp(all[p].pci, all[q].pci) == 0 && std::strcmp(all[p].host, all[q].host) == 0;
       if (!same || (all[q].shares_device && all[p].shares_device)) continue;
-      d.why_no_nccl = format("ranks %zu and %zu are both on GPU %s of %s, and NCCL takes one rank a GPU (give "
-                             "each a GPU of its own: torch.cuda.set_device; NCCL 2.30 takes several with "
-                             "NCCL_MULTI_RANK_GPU_ENABLE=1)",
-                             p, q, all[p].pci, all[p].host);
+      d.why_no_nccl = format(
+          "ranks %zu and %zu are both on GPU %s of %s, and NCCL takes one rank a GPU (give "
+          "each a GPU of its own: torch.cuda.set_device; NCCL 2.30 takes several with "
+          "NCCL_MULTI_RANK_GPU_ENABLE=1)",
+          p, q, all[p].pci, all[p].host);
     }
   }
   d.has_nccl = d.why_no_nccl.empty();
@@ -202,8 +206,9 @@ void DeviceEngine::abort(const Status& why) { impl_->fail(why); }
 Status DeviceEngine::allocate(size_t n_bytes, std::shared_ptr<void>* out) {
   if (impl_->memory == nullptr) return Status::error(Code::kSystem, impl_->why_no_peers);
   void* p = nullptr;
-  PYCOMM_RETURN_IF_ERROR(impl_->memory->allocate(n_bytes, &p).within(
-      "memory on CUDA (PYCOMM_DEVICE_ARENA says how many bytes each rank has)"));
+  PYCOMM_RETURN_IF_ERROR(
+      impl_->memory->allocate(n_bytes, &p)
+          .within("memory on CUDA (PYCOMM_DEVICE_ARENA says how many bytes each rank has)"));
   out->reset(p, [memory = impl_->memory](void* q) { (void)memory->release(q); });
   return Status();
 }

@@ -132,8 +132,7 @@ Status DeviceEngine::Impl::multiplied_by_peers(const Call& call, const Plain& pl
   if (to == from) {
     const void* const src = plain.in;
     const cuda::ReduceSegment segment{scratch, &src, call.in.n_elems()};
-    PYCOMM_RETURN_IF_ERROR(
-        cuda::reduce(from, ReduceOp::kPremulSum, {&segment, 1}, 1, call.scalar, stream()));
+    PYCOMM_RETURN_IF_ERROR(cuda::reduce(from, ReduceOp::kPremulSum, {&segment, 1}, 1, call.scalar, stream()));
     return by_peers(sum, {scratch, plain.out}, scratch + n_in + n_out);
   }
   const cuda::CastSegment widen{scratch, plain.in, call.in.n_elems()};
@@ -156,7 +155,8 @@ Status DeviceEngine::Impl::alone(const Call& call, const Plain& plain) {
   return cuda::reduce(call.sig.dtype, call.sig.op, {&segment, 1}, 1, call.scalar, stream());
 }
 
-Status DeviceEngine::Impl::by_way(const Call& call, const Plain& plain, std::byte* scratch, double timeout_s) {
+Status DeviceEngine::Impl::by_way(const Call& call, const Plain& plain, std::byte* scratch,
+                                  double timeout_s) {
   if (link.n_ranks == 1) return alone(call, plain);
   const Signature& sig = call.sig;
   if (sig.kind == CallKind::kAllToAll) {
@@ -183,15 +183,15 @@ Status DeviceEngine::Impl::by_way(const Call& call, const Plain& plain, std::byt
 
 Status DeviceEngine::Impl::issue(const Call& call, double timeout_s) {
   const size_t size = dtype_size(call.sig.dtype);
-  const bool needs_nccl = link.n_ranks > 1 && (call.sig.kind == CallKind::kAllToAll ||
-                                               is_rounds(call.sig.algorithm) ||
-                                               call.sig.algorithm == static_cast<uint8_t>(DeviceWay::kNccl));
+  const bool needs_nccl =
+      link.n_ranks > 1 && (call.sig.kind == CallKind::kAllToAll || is_rounds(call.sig.algorithm) ||
+                           call.sig.algorithm == static_cast<uint8_t>(DeviceWay::kNccl));
   if (needs_nccl) PYCOMM_RETURN_IF_ERROR(need_nccl(timeout_s));
   const bool pack_in = !call.in.single(), pack_out = !call.out.single();
   const uint64_t n_in = pack_in ? padded(call.in.n_elems() * size) : 0;
   // In place, in pieces: in place in scratch, too.
-  const bool shared = pack_in && pack_out && call.in.n_elems() == call.out.n_elems() &&
-                      call.in.data() == call.out.data();
+  const bool shared =
+      pack_in && pack_out && call.in.n_elems() == call.out.n_elems() && call.in.data() == call.out.data();
   const uint64_t n_out = pack_out && !shared ? padded(call.out.n_elems() * size) : 0;
   size_t n_way = 0;
   PYCOMM_RETURN_IF_ERROR(scratch_bytes(call, &n_way));

@@ -62,8 +62,7 @@ Status DeviceEngine::Impl::by_peers(const Call& call, const Plain& plain, std::b
       PYCOMM_RETURN_IF_ERROR(each([&](uint64_t uneven, uint64_t even, uint64_t n_bytes) {
         return copy(scratch + even, plain.in + uneven, n_bytes);
       }));
-      PYCOMM_RETURN_IF_ERROR(
-          peers->reduce_scatter(scratch, own, part, sig.dtype, sig.op, scalar, stream()));
+      PYCOMM_RETURN_IF_ERROR(peers->reduce_scatter(scratch, own, part, sig.dtype, sig.op, scalar, stream()));
       return copy(plain.out, own, parts.len[mine] * size);
     }
     case CallKind::kAllGather:

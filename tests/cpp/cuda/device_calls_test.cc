@@ -41,7 +41,8 @@ void check(DeviceRank& self, const What& w, const Numbers& x) {
   OnStream both(self.stream, total * size);  // in place: the whole vector, with this rank's part in it
   if (w.in_place) {
     Bytes whole(total * size, 0x11);
-    std::copy(x.in[r].begin(), x.in[r].end(), whole.begin() + static_cast<std::ptrdiff_t>(in_part ? before : 0));
+    std::copy(x.in[r].begin(), x.in[r].end(),
+              whole.begin() + static_cast<std::ptrdiff_t>(in_part ? before : 0));
     both.put(whole);
     from = both.data() + (in_part ? before : 0);
     to = both.data() + (out_part ? before : 0);
@@ -69,8 +70,8 @@ TEST_P(DeviceCalls, EveryCollectiveByEveryWay) {
     for (int k = 0; k < kNumCollectives; k++) {
       const auto c = static_cast<Collective>(k);
       std::vector<std::string> ways{""};
-      for (const uint8_t way : self.comm->device() != nullptr ? self.comm->device()->ways(c)
-                                                              : std::vector<uint8_t>()) {
+      for (const uint8_t way :
+           self.comm->device() != nullptr ? self.comm->device()->ways(c) : std::vector<uint8_t>()) {
         ways.emplace_back(device_way_name(way));
       }
       for (const std::string& way : ways) {
@@ -95,7 +96,8 @@ TEST_P(DeviceCalls, EveryDtypeAndOperation) {
     std::mt19937_64 rng(77);
     for (int t = 0; t < kNumDTypes; t++) {
       const auto dtype = static_cast<DType>(t);
-      if (n == 1 && dtype == DType::kBool) continue;  // the inputs are bytes of any value, which are kept then
+      if (n == 1 && dtype == DType::kBool)
+        continue;  // the inputs are bytes of any value, which are kept then
       for (const ReduceOp op : operations_of(dtype)) {
         const std::vector<uint64_t> counts(static_cast<size_t>(n), 37);
         const What w{Collective::kAllReduce, "", dtype, op, n, 0, counts};
@@ -111,7 +113,12 @@ TEST_P(DeviceCalls, Nothing) {
   run_device_ranks(n, [n](DeviceRank& self) {
     std::mt19937_64 rng(1);
     for (int k = 0; k < kNumCollectives; k++) {
-      const What w{static_cast<Collective>(k), "", DType::kFloat32, ReduceOp::kSum, n, 0,
+      const What w{static_cast<Collective>(k),
+                   "",
+                   DType::kFloat32,
+                   ReduceOp::kSum,
+                   n,
+                   0,
                    std::vector<uint64_t>(static_cast<size_t>(n), 0)};
       check(self, w, make_numbers(w.collective, n, 0, w.dtype, w.op, true, w.counts, rng));
     }
@@ -154,7 +161,8 @@ TEST(DeviceCalls, TensorsInPieces) {
       uint64_t total = 0;
       for (const uint64_t n : {5, 0, 1000, 3, 129}) {
         std::vector<float> v(n);
-        for (uint64_t i = 0; i < n; i++) v[i] = static_cast<float>(self.rank + 1) * static_cast<float>(total + i);
+        for (uint64_t i = 0; i < n; i++)
+          v[i] = static_cast<float>(self.rank + 1) * static_cast<float>(total + i);
         const auto* bytes = reinterpret_cast<const uint8_t*>(v.data());
         tensors.push_back(std::make_unique<OnStream>(self.stream, Bytes(bytes, bytes + 4 * n), 4 * (n % 3)));
         segments.push_back({tensors.back()->data(), n});
@@ -184,8 +192,8 @@ TEST(DeviceCalls, AsynchronousCallsFollowEachOther) {
       const std::vector<float> v(100, static_cast<float>(i + self.rank));
       const auto* bytes = reinterpret_cast<const uint8_t*>(v.data());
       tensors.push_back(std::make_unique<OnStream>(self.stream, Bytes(bytes, bytes + 400)));
-      auto r = std::make_unique<Request>(
-          self.request(CallKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, 100));
+      auto r =
+          std::make_unique<Request>(self.request(CallKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, 100));
       r->call.in = r->call.out = Buffer(tensors.back()->data(), 100);
       PYCOMM_ASSERT_OK(self.comm->prepare(r.get(), i % 3 == 0 ? "nccl" : i % 3 == 1 ? "peer" : "ring"));
       works.push_back(self.comm->start(std::move(r)));

@@ -1,6 +1,6 @@
 // Ranks as threads with a communicator and an emulated device each: what tests of calls on device tensors
-// start with. Each has a stream of its own, the *caller's*: inputs are put there, results are read from there,
-// and nothing but the engine's events orders them against the communication stream.
+// start with. Each has a stream of its own, the *caller's*: inputs are put there, results are read from
+// there, and nothing but the engine's events orders them against the communication stream.
 #pragma once
 
 #include "cuda/memory.h"
@@ -23,7 +23,8 @@ struct DeviceRank : TestRank {
   }
 };
 
-inline void run_device_ranks(int n, const std::function<void(DeviceRank&)>& fn, double timeout_s = kDeadlineS) {
+inline void run_device_ranks(int n, const std::function<void(DeviceRank&)>& fn,
+                             double timeout_s = kDeadlineS) {
   setenv("PYCOMM_DEVICE_ARENA", "1048576", 0);
   run_ranks(
       n,
@@ -61,8 +62,7 @@ class OnStream {
   void put(const Bytes& contents) {
     from_ = contents;
     if (contents.empty()) return;
-    const auto error =
-        cudaMemcpyAsync(data_, from_.data(), from_.size(), cudaMemcpyHostToDevice, stream_);
+    const auto error = cudaMemcpyAsync(data_, from_.data(), from_.size(), cudaMemcpyHostToDevice, stream_);
     if (error != cudaSuccess) std::abort();
   }
   Bytes get() const {
