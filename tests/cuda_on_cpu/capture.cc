@@ -112,6 +112,10 @@ bool all_joined(const Capture& capture, const Tips& end) {
 }  // namespace
 
 Captured capture_task(cudaStream_t stream, const Task& task) {
+  return capture_made_task(stream, [task] { return task; });
+}
+
+Captured capture_made_task(cudaStream_t stream, const MakeTask& make) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
   if (stream == nullptr) {
@@ -121,7 +125,7 @@ Captured capture_task(cudaStream_t stream, const Task& task) {
   Member* const m = s.find(stream);
   if (m == nullptr) return {};
   if (!m->capture->valid) return cudaErrorStreamCaptureInvalidated;
-  m->capture->nodes.push_back({task, m->tips});
+  m->capture->nodes.push_back({make, m->tips});
   m->tips = {m->capture->nodes.size() - 1};
   return cudaSuccess;
 }

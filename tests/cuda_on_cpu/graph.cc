@@ -38,9 +38,12 @@ struct Graph {
 // One run of a graph, on the thread of the stream in which it was launched.
 class Replay {
  public:
-  explicit Replay(const Graph& graph)
+  explicit Replay(const Graph& graph)  // when the graph is launched
       : graph_(graph), n_missing_(graph.nodes.size()), threads_(graph.nodes.size()) {
-    for (size_t i = 0; i < n_missing_.size(); ++i) n_missing_[i] = graph.nodes[i].after.size();
+    for (size_t i = 0; i < n_missing_.size(); ++i) {
+      tasks_.push_back(graph.nodes[i].make());
+      n_missing_[i] = graph.nodes[i].after.size();
+    }
   }
   void run() {
     for (size_t i = 0; i < threads_.size(); ++i) {
@@ -59,10 +62,10 @@ class Replay {
   }
   void run_chain(size_t i) {
     wait_a_little(i);
-    graph_.nodes[i].run();
+    tasks_[i]();
     while (graph_.next[i].size() == 1 && graph_.continues_a_chain(graph_.next[i][0])) {
       i = graph_.next[i][0];
-      graph_.nodes[i].run();
+      tasks_[i]();
     }
     for (const size_t after : graph_.next[i]) {
       if (n_missing_[after].fetch_sub(1, std::memory_order_acq_rel) == 1) start(after);
@@ -80,6 +83,7 @@ class Replay {
   }
 
   const Graph& graph_;
+  std::vector<Task> tasks_;
   std::vector<std::atomic<size_t>> n_missing_;  // of the nodes before a node
   std::vector<std::thread> threads_;  // of the chain that begins with a node; written by who starts it
 };
@@ -87,12 +91,12 @@ class Replay {
 // An executable graph: its launches take turns.
 struct Executable {
   explicit Executable(std::shared_ptr<const Graph> of) : graph(std::move(of)) {}
-  void run(uint64_t turn) {
+  void run(uint64_t turn, Replay& replay) {
     {
       std::unique_lock lock(mutex);
       ended.wait(lock, [&] { return n_ended == turn; });
     }
-    Replay(*graph).run();
+    replay.run();
     const std::lock_guard lock(mutex);
     ++n_ended;
     ended.notify_all();
@@ -165,11 +169,16 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsig
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
   const auto e = executables().find(exec);
   if (e == nullptr) return report(cudaErrorInvalidValue);
-  if (const Captured c = capture_task(stream, [graph = e->graph] { Replay(*graph).run(); })) {
-    return report(*c);
-  }
+  const auto replay_of = [](const std::shared_ptr<const Graph>& graph) {
+    return std::make_shared<Replay>(*graph);
+  };
+  const MakeTask make = [replay_of, graph = e->graph] {
+    return [graph, replay = replay_of(graph)] { replay->run(); };
+  };
+  if (const Captured c = capture_made_task(stream, make)) return report(*c);
   const std::lock_guard lock(e->mutex);  // turns are those of the streams' queues
-  const cudaError_t error = enqueue(stream, [e, turn = e->n_launched] { e->run(turn); });
+  const cudaError_t error =
+      enqueue(stream, [e, turn = e->n_launched, replay = replay_of(e->graph)] { e->run(turn, *replay); });
   if (error == cudaSuccess) ++e->n_launched;
   return report(error);
 }

@@ -17,11 +17,14 @@
 namespace cuda_on_cpu {
 
 using Task = std::function<void()>;
+// Called by each launch of a graph, before it returns: makes the task of this replay.
+using MakeTask = std::function<Task()>;
 
 // Nothing where the stream is not captured: the caller does what was asked for. Else it is done, or refused.
 using Captured = std::optional<cudaError_t>;
 
 Captured capture_task(cudaStream_t stream, const Task& task);
+Captured capture_made_task(cudaStream_t stream, const MakeTask& make);
 Captured capture_record(cudaStream_t stream, cudaEvent_t event);
 Captured capture_wait(cudaStream_t stream, cudaEvent_t event);
 bool is_captured(cudaStream_t stream);
@@ -38,6 +41,6 @@ cudaError_t check_synchronous_copy();
 
 // The handle is destroyed. A capture that the stream is part of is invalidated.
 void forget(cudaStream_t stream);
-void forget(cudaEvent_t event);
+void forget(cudaEvent_t event);  // or recorded by what is not a capture
 
 }  // namespace cuda_on_cpu

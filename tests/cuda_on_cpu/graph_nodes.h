@@ -12,7 +12,7 @@ namespace cuda_on_cpu {
 using Tips = std::vector<size_t>;  // numbers of nodes, ascending
 
 struct Node {
-  Task run;    // called by every replay
+  MakeTask make;
   Tips after;  // which all have lower numbers
 };
 

@@ -84,6 +84,20 @@ struct Event {
   uint64_t n_recorded = 0, n_reached = 0;
   std::chrono::steady_clock::time_point time;
 
+  uint64_t begin_record() {
+    const std::lock_guard lock(mutex);
+    return ++n_recorded;
+  }
+  void reach(uint64_t record) {
+    const std::lock_guard lock(mutex);
+    n_reached = std::max(n_reached, record);
+    time = std::chrono::steady_clock::now();
+    reached.notify_all();
+  }
+  uint64_t last_record() {
+    const std::lock_guard lock(mutex);
+    return n_recorded;
+  }
   void wait_for(uint64_t record) {
     std::unique_lock lock(mutex);
     reached.wait(lock, [&] { return n_reached >= record; });
@@ -226,41 +240,40 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   const auto e = find(event);
   (void)find(stream);
   if (const Captured c = capture_record(stream, event)) return report(*c);
-  uint64_t record;
-  {
-    const std::lock_guard lock(e->mutex);
-    record = ++e->n_recorded;
-  }
-  return report(enqueue(stream, [e, record] {
-    const std::lock_guard lock(e->mutex);
-    e->n_reached = std::max(e->n_reached, record);
-    e->time = std::chrono::steady_clock::now();
-    e->reached.notify_all();
-  }));
+  return report(enqueue(stream, [e, record = e->begin_record()] { e->reach(record); }));
+}
+
+// External: the graph records it, at each launch for all that comes after, and it is an event like others.
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned int flags) {
+  if (flags == cudaEventRecordDefault) return cudaEventRecord(event, stream);
+  const auto e = find(event);
+  (void)find(stream);
+  if (flags != cudaEventRecordExternal) return report(cudaErrorInvalidValue);
+  const Captured c =
+      capture_made_task(stream, [e] { return [e, record = e->begin_record()] { e->reach(record); }; });
+  if (!c.has_value()) return report(cudaErrorInvalidValue);  // there is no capture
+  if (*c == cudaSuccess) forget(event);
+  return report(*c);
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int flags) {
   const auto e = find(event);
-  if (flags != 0) return report(cudaErrorInvalidValue);  // external events of graphs are not emulated
-  if (const Captured c = capture_wait(stream, event)) return report(*c);
-  uint64_t record;
-  {
-    const std::lock_guard lock(e->mutex);
-    record = e->n_recorded;
+  const auto wait = [e] { return [e, record = e->last_record()] { e->wait_for(record); }; };
+  if (flags == cudaEventWaitExternal) {  // for the last record before each launch of the graph
+    (void)find(stream);
+    const Captured c = capture_made_task(stream, wait);
+    return report(c.has_value() ? *c : cudaErrorInvalidValue);
   }
-  return report(enqueue(stream, [e, record] { e->wait_for(record); }));
+  if (flags != cudaEventWaitDefault) return report(cudaErrorInvalidValue);
+  if (const Captured c = capture_wait(stream, event)) return report(*c);
+  return report(enqueue(stream, wait()));
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   const auto e = find(event);
   const cudaError_t refused = check_host_sees(event);
   if (refused != cudaSuccess) return report(refused);
-  uint64_t record;
-  {
-    const std::lock_guard lock(e->mutex);
-    record = e->n_recorded;
-  }
-  e->wait_for(record);
+  e->wait_for(e->last_record());
   return cudaSuccess;
 }
 

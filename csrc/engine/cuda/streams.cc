@@ -32,6 +32,8 @@ Status DeviceStreams::make(int device, std::unique_ptr<DeviceStreams>* out) {
     PYCOMM_RETURN_IF_ERROR(
         cuda_status(cudaStreamCreateWithFlags(s, cudaStreamNonBlocking), "cudaStreamCreateWithFlags"));
   }
+  PYCOMM_RETURN_IF_ERROR(cuda_status(cudaEventCreateWithFlags(&made->turn_, cudaEventDisableTiming),
+                                     "cudaEventCreateWithFlags"));
   *out = std::move(made);
   return Status();
 }
@@ -39,6 +41,7 @@ Status DeviceStreams::make(int device, std::unique_ptr<DeviceStreams>* out) {
 DeviceStreams::~DeviceStreams() {
   (void)cudaSetDevice(device_);
   for (const Event e : events_) (void)cudaEventDestroy(e);
+  if (turn_ != nullptr) (void)cudaEventDestroy(turn_);
   for (const Stream s : {comm_, reduce_}) {
     if (s != nullptr) (void)cudaStreamDestroy(s);
   }
@@ -56,6 +59,23 @@ Status DeviceStreams::record(Stream stream, size_t number) {
 
 Status DeviceStreams::wait(Stream stream, size_t number) {
   return cuda_status(cudaStreamWaitEvent(stream, events_[number], 0), "cudaStreamWaitEvent");
+}
+
+// Within a capture the flags ask for nodes that wait and record at each replay.
+Status DeviceStreams::begin_operation(const char* what) {
+  bool captured = false;
+  PYCOMM_RETURN_IF_ERROR(capture_state(comm_, what, &captured));
+  return cuda_status(
+      cudaStreamWaitEvent(comm_, turn_, captured ? cudaEventWaitExternal : cudaEventWaitDefault),
+      "cudaStreamWaitEvent");
+}
+
+Status DeviceStreams::end_operation(const char* what) {
+  bool captured = false;
+  PYCOMM_RETURN_IF_ERROR(capture_state(comm_, what, &captured));
+  return cuda_status(
+      cudaEventRecordWithFlags(turn_, comm_, captured ? cudaEventRecordExternal : cudaEventRecordDefault),
+      "cudaEventRecordWithFlags");
 }
 
 Status DeviceStreams::order(Stream earlier, Stream later, size_t number) {

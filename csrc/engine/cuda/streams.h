@@ -39,11 +39,18 @@ class DeviceStreams {
   Status wait(Stream stream, size_t number);
   Status order(Stream earlier, Stream later, size_t number);  // record, then wait
 
+  // Around each operation on comm(), so that operations pass one after another also where CUDA graphs hold
+  // some: a replay comes after what was put on comm() before its launch, and before what is put there, or
+  // launched, after it, whatever stream it was launched on. (NCCL does the same for its own.)
+  Status begin_operation(const char* what);
+  Status end_operation(const char* what);
+
  private:
   explicit DeviceStreams(int device) : device_(device) {}
   int device_;
   Stream comm_ = nullptr, reduce_ = nullptr;
   std::vector<Event> events_;
+  Event turn_ = nullptr;  // recorded at the end of every operation
 };
 
 }  // namespace pycomm::cuda

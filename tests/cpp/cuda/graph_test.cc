@@ -3,6 +3,7 @@
 // order of additions must give; all results of a replay are compared before the next one.
 #include "cuda/captured_graph.h"
 #include "cuda/peer_values.h"
+#include "engine/cuda/streams.h"
 
 namespace pycomm {
 namespace {
@@ -248,6 +249,43 @@ TEST(PeerGraphs, TheCommunicationStreamJoinsTheCallersCapture) {
       ASSERT_TRUE(call.is_right(round) && last.is_right(round + 5));
     }
     ASSERT_CUDA(cudaStreamDestroy(caller));
+  });
+}
+
+// The caller launches the graph on a stream that has never waited for the communication stream, which is
+// late.
+TEST(PeerGraphs, ReplaysAndEagerCallsPassOneAfterAnother) {
+  run_peers(3, small_options(), [&](PeerRank& self) {
+    std::unique_ptr<cuda::DeviceStreams> streams;
+    ASSERT_OK(cuda::DeviceStreams::make(self.device, &streams));
+    const cudaStream_t comm = streams->comm();
+    Call captured(self, What::kTwoShot, 110, false), first(self, What::kAllGather, 70, true);
+    Call last(self, What::kOneShot, 90, false);
+    const auto issue = [&](const Call& call) -> Status {
+      PYCOMM_RETURN_IF_ERROR(streams->begin_operation("test"));
+      PYCOMM_RETURN_IF_ERROR(call.issue(comm));
+      return streams->end_operation("test");
+    };
+    CapturedGraph graph;
+    ASSERT_OK(graph.capture(self.stream, [&]() -> Status {
+      PYCOMM_RETURN_IF_ERROR(order_streams(self.stream, comm));
+      PYCOMM_RETURN_IF_ERROR(issue(captured));
+      return order_streams(comm, self.stream);
+    }));
+    for (int round = 0; round < kReplays; ++round) {
+      first.set_input(round);
+      captured.set_input(round + 1);
+      last.set_input(round + 2);
+      const auto be_late = [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(1)); };
+      ASSERT_CUDA(cudaLaunchHostFunc(comm, be_late, nullptr));
+      ASSERT_OK(issue(first));
+      ASSERT_CUDA(cudaLaunchHostFunc(self.stream, be_late, nullptr));
+      ASSERT_OK(graph.replay(self.stream));
+      ASSERT_OK(issue(last));
+      ASSERT_CUDA(cudaStreamSynchronize(comm));
+      ASSERT_OK(self.pass());
+      ASSERT_TRUE(first.is_right(round) && captured.is_right(round + 1) && last.is_right(round + 2));
+    }
   });
 }
 

@@ -179,7 +179,48 @@ TEST_P(NcclRoundsGraph, IsReplayedWithNewInputsAndBetweenEagerCalls) {
   }
 }
 
-// NCCL's own, two of them in one graph.
+// Codes with error feedback: a replay leaves what an eager call leaves, in the result and in the residual.
+TEST(NcclGraph, CodesAndTheirResidualsAreThoseOfEagerCalls) {
+  run_nccl_ranks(2, [](NcclRank& me) -> Status {
+    constexpr size_t kCount = 70;
+    std::unique_ptr<cuda::DeviceStreams> streams;
+    PYCOMM_RETURN_IF_ERROR(cuda::DeviceStreams::make(me.rank, &streams));
+    Rounds captured(me, *streams, "direct", kCount, 256), eager(me, *streams, "direct", kCount, 256);
+    const Vector residual(kCount), other(kCount);
+    for (Rounds* r : {&captured, &eager}) {
+      r->call.codes = DType::kInt8;
+      r->call.residual = r == &captured ? residual.data() : other.data();
+      PYCOMM_RETURN_IF_ERROR(r->prepare());
+      PYCOMM_RETURN_IF_ERROR(checked(cudaMemset(r->call.residual, 0, kCount * 4), "memset"));
+    }
+    PYCOMM_RETURN_IF_ERROR(eager.set(0));
+    PYCOMM_RETURN_IF_ERROR(eager.issue(me.stream));  // so that NCCL has connected
+    if (!ends(me.stream)) return failed(me, "the first call does not end");
+    PYCOMM_RETURN_IF_ERROR(checked(cudaMemset(other.data(), 0, kCount * 4), "memset"));
+    CapturedGraph graph;
+    PYCOMM_RETURN_IF_ERROR(graph.capture(me.stream, [&] { return captured.issue(me.stream); }));
+    for (int round = 0; round < kReplays; round++) {
+      PYCOMM_RETURN_IF_ERROR(captured.set(round));
+      PYCOMM_RETURN_IF_ERROR(eager.set(round));
+      PYCOMM_RETURN_IF_ERROR(graph.replay(me.stream));
+      PYCOMM_RETURN_IF_ERROR(eager.issue(me.stream));
+      if (!ends(me.stream)) return failed(me, format("round %d does not end", round));
+      std::vector<float> a(2 * kCount), b(2 * kCount);
+      for (const auto& [to, from, kept] : {std::tuple{&a, captured.out.data(), residual.data()},
+                                           std::tuple{&b, eager.out.data(), other.data()}}) {
+        PYCOMM_RETURN_IF_ERROR(
+            checked(cudaMemcpy(to->data(), from, kCount * 4, cudaMemcpyDeviceToHost), "get"));
+        PYCOMM_RETURN_IF_ERROR(
+            checked(cudaMemcpy(to->data() + kCount, kept, kCount * 4, cudaMemcpyDeviceToHost), "get"));
+      }
+      if (std::memcmp(a.data(), b.data(), a.size() * 4) != 0)
+        return failed(me, format("round %d differs", round));
+    }
+    return Status();
+  });
+}
+
+// NCCL's own, four of them in one graph.
 TEST(NcclGraph, NativeCollectives) {
   constexpr size_t kCount = 37;
   for (const int n : kRanks) {

@@ -202,6 +202,34 @@ TEST_P(Graphs, AGraphInACapturedStreamIsANode) {
   EXPECT_EQ(cudaGraphLaunch(outer, a_), cudaErrorInvalidValue);
 }
 
+// External events order replays and other streams, in both directions, though neither is captured with the
+// other.
+TEST_P(Graphs, ExternalEventsOrderReplaysAndOtherStreams) {
+  DeviceBuffer<int> p(1, 0), seen(1, -1);
+  cudaEvent_t before = fork_, after = join_;
+  ASSERT_EQ(begin(), cudaSuccess);
+  ASSERT_EQ(cudaStreamWaitEvent(a_, before, cudaEventWaitExternal), cudaSuccess);
+  ASSERT_EQ(launch(false, copy_to, dim3(1), dim3(1), 0, a_, seen.data(), p.data()), cudaSuccess);
+  ASSERT_EQ(cudaEventRecordWithFlags(after, a_, cudaEventRecordExternal), cudaSuccess);
+  const cudaGraphExec_t exec = end();
+  for (int i = 1; i <= 10; ++i) {
+    Meeting meeting;
+    ASSERT_EQ(cudaLaunchHostFunc(b_, Meeting::come, &meeting), cudaSuccess);  // holds b up
+    ASSERT_EQ(add_on(b_, p), cudaSuccess);
+    ASSERT_EQ(cudaEventRecord(before, b_), cudaSuccess);
+    ASSERT_EQ(cudaGraphLaunch(exec, a_), cudaSuccess);
+    EXPECT_EQ(cudaEventQuery(after), cudaErrorNotReady) << "launched, so recorded, and waiting for b";
+    ASSERT_EQ(cudaStreamWaitEvent(b_, after, 0), cudaSuccess);
+    ASSERT_EQ(add_on(b_, seen, 100), cudaSuccess);
+    Meeting::come(&meeting);
+    ASSERT_EQ(cudaStreamSynchronize(b_), cudaSuccess);
+    EXPECT_EQ(seen.get(), Ints(1, 100 + i));
+  }
+  EXPECT_EQ(cudaGraphExecDestroy(exec), cudaSuccess);
+  EXPECT_EQ(cudaStreamWaitEvent(a_, before, cudaEventWaitExternal), cudaErrorInvalidValue) << "not captured";
+  EXPECT_EQ(cudaEventRecordWithFlags(after, a_, cudaEventRecordExternal), cudaErrorInvalidValue);
+}
+
 // ---- what is not allowed
 
 TEST_P(Graphs, AForkThatIsNotJoined) {
