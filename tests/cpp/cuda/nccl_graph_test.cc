@@ -16,7 +16,7 @@ using cuda::RoundsCall;
 
 #if defined(__SANITIZE_THREAD__)
 const std::vector<int> kRanks = {2, 3};  // under that sanitizer a kernel takes tens of milliseconds
-constexpr int kReplays = 3;
+constexpr int kReplays = 2;
 #else
 const std::vector<int> kRanks = {2, 3, 8};
 constexpr int kReplays = 20;
