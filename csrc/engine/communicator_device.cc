@@ -68,6 +68,14 @@ Status Communicator::exchange(const void* mine, size_t n_bytes, void* all, Calle
   return execute(r, hooks);
 }
 
+// What makes it hopeless to wait for calls that were made.
+Status Communicator::device_trouble() const {
+  if (group_->failed()) return group_->failure();
+  const char* const here = "a call on CUDA";
+  PYCOMM_RETURN_IF_ERROR(group_->dead_peer(here));
+  return group_->failed_peer(here);
+}
+
 Status Communicator::make_device(int device, CallerHooks* hooks, double timeout_s) {
   DeviceEngine::Link link;
   link.rank = rank();
@@ -77,12 +85,7 @@ Status Communicator::make_device(int device, CallerHooks* hooks, double timeout_
     return exchange(mine, n_bytes, all, device_hooks_, device_timeout_s_);
   };
   link.describe = [this](int q) { return describe(q); };
-  link.trouble = [this]() -> Status {
-    if (group_->failed()) return group_->failure();
-    const char* const here = "a call on CUDA";
-    PYCOMM_RETURN_IF_ERROR(group_->dead_peer(here));
-    return group_->failed_peer(here);
-  };
+  link.trouble = [this] { return device_trouble(); };
   link.fail = [this](const Status& s) {
     group_->fail(s);
     if (hierarchy_ != nullptr) hierarchy_->remote().tell_now();
@@ -123,8 +126,8 @@ Status Communicator::execute_on_device(Request& request, CallerHooks* hooks, dou
     if (hierarchy_ != nullptr) hierarchy_->remote().tell_now();
     return s;
   };
-  const auto trouble = [this] { return group_->failed() ? group_->failure() : Status(); };
-  if (Status s = request.turn->wait(hooks, trouble); !s.ok()) return failed(std::move(s));
+  const std::shared_ptr<DeviceTurn> turn = std::move(request.turn);  // over when this call is issued, or not
+  if (Status s = turn->wait(hooks, [this] { return device_trouble(); }); !s.ok()) return failed(std::move(s));
   Call agreement;
   agreement.sig = call.sig;
   agreement.agree_only = true;
@@ -140,9 +143,7 @@ Status Communicator::execute_on_device(Request& request, CallerHooks* hooks, dou
     PYCOMM_RETURN_IF_ERROR(std::move(s));
   }
   PYCOMM_RETURN_IF_ERROR(device_->choose(device_tables_, &call));
-  Status s = device_->run(call, *request.turn, timeout_s, &request.end);
-  request.turn.reset();
-  return s;
+  return device_->run(call, *turn, timeout_s, &request.end);
 }
 
 }  // namespace pycomm
