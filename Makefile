@@ -19,7 +19,7 @@ REQUIRED := $(if $(filter true,$(CI)),-DPYCOMM_TESTS=ON -DPYCOMM_BENCH=ON -DPYCO
 # ThreadSanitizer wants its addresses where it expects them; where setarch is not allowed it may do without.
 FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: demo test build venv test-cpp test-python test-torch test-trainers lint format types layers tsan asan fuzz chaos cuda emulated bench \
+.PHONY: demo test build venv test-cpp test-python test-torch test-trainers lint format types layers tsan asan fuzz chaos cuda emulated emulated-python bench \
   test-gpu bench-gpu build-gpu clean
 .DEFAULT_GOAL := test
 
@@ -115,6 +115,13 @@ emulated: $(READY)
 	@$(call configure,emulated)
 	@$(BIN)/cmake --build --preset emulated
 	$(BIN)/ctest --preset emulated
+	$(BIN)/python tests/cuda_on_cpu/run_python.py build/emulated
+
+# The Python tests of collectives and DDP on emulated devices.
+emulated-python: $(READY)
+	@$(call configure,emulated)
+	@$(BIN)/cmake --build --preset emulated --target _C loopback_nccl
+	$(BIN)/python tests/cuda_on_cpu/run_python.py build/emulated
 
 bench: build
 	@for program in build/dev/bench/cpp/*_bench; do [ ! -x $$program ] || $$program || exit 1; done

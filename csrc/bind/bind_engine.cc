@@ -11,6 +11,7 @@
 
 #include "base/log.h"
 #include "bind/bind.h"
+#include "bind/device_calls.h"
 #include "bind/fast_calls.h"
 #include "bind/hooks.h"
 #include "bind/request.h"
@@ -70,15 +71,6 @@ Status options_from(const py::dict& d, Options* o) {
   return Status();
 }
 
-// Where CUDA is emulated, what follows a call runs on the host, and there is no stream for it to wait on.
-Status end_on_host(const DeviceEnd& end, double timeout_s, CallerHooks* hooks) {
-#if defined(PYCOMM_CUDA_EMULATED)
-  return end.wait(timeout_s, hooks);
-#else
-  return Status();
-#endif
-}
-
 // True: done (or a Work); NotImplemented: the tensors need staging by the caller.
 py::object call(PyCommunicator& self, int kind, py::object in, py::object out, const py::dict& options,
                 bool async_op) {
@@ -132,31 +124,6 @@ py::object point_to_point(PyCommunicator& self, bool is_send, py::object tensor,
   GilHooks hooks;
   raise_after(hooks, p2p.finish(work, &hooks));
   return py::int_(work->source);
-}
-
-// Memory on the device that this communicator's peers reach.
-PyObject* empty_on_device(PyCommunicator& self, const std::vector<int64_t>& shape, DType dtype,
-                          size_t n_bytes, int device) {
-  if (self.comm->device() == nullptr) {  // collective, the first time: a call that moves nothing
-    Request first;
-    first.call.device = device;
-    GilHooks hooks;
-    Status s = current_stream(device, &first.call.stream);
-    if (s.ok()) s = self.comm->prepare(&first, nullptr);
-    if (s.ok()) s = self.comm->run(first, &hooks);
-    raise_after(hooks, s);
-  }
-  auto block = std::make_unique<std::shared_ptr<void>>();
-  throw_if_error(self.comm->check_usable());
-  if (device != self.comm->device()->device()) {
-    throw_if_error(
-        Status::error(Code::kValue, format("empty: device is cuda:%d, this communicator's is cuda:%d", device,
-                                           self.comm->device()->device())));
-  }
-  throw_if_error(self.comm->device()->allocate(n_bytes, block.get()));
-  void* const data = block->get();
-  return make_tensor(data, shape.data(), static_cast<int>(shape.size()), dtype, device, block.release(),
-                     [](void* b) { delete static_cast<std::shared_ptr<void>*>(b); });
 }
 
 // `device`: of CUDA; -1: the host's arena.
@@ -351,70 +318,12 @@ void set_host_selection(const PyCommunicator& self, int collective,
   throw_if_error(host_selector(self).set_table(static_cast<Collective>(collective), std::move(table)));
 }
 
-DeviceEngine& device_of(const PyCommunicator& self) {
-  if (self.comm->device() == nullptr) {
-    throw_if_error(Status::error(Code::kValue, "this communicator has made no call on CUDA tensors so far"));
-  }
-  return *self.comm->device();
-}
-
-std::vector<std::string> device_algorithms(const PyCommunicator& self, int collective) {
-  std::vector<std::string> names;
-  for (const uint8_t way : device_of(self).ways(static_cast<Collective>(collective)))
-    names.emplace_back(device_way_name(way));
-  return names;
-}
-
-py::list device_selection(const PyCommunicator& self, int collective) {
-  py::list rows;
-  for (const DeviceTables::Row& r : self.comm->device_tables().of(static_cast<Collective>(collective)))
-    rows.append(py::make_tuple(r.max_bytes, device_way_name(r.way)));
-  return rows;
-}
-
-void set_device_selection(const PyCommunicator& self, int collective,
-                          const std::vector<std::tuple<uint64_t, std::string>>& rows) {
-  std::vector<DeviceTables::Row> table;
-  for (const auto& [max_bytes, name] : rows) {
-    DeviceTables::Row r{max_bytes, 0};
-    throw_if_error(find_device_way(static_cast<CallKind>(collective), name, &r.way));
-    table.push_back(r);
-  }
-  throw_if_error(self.comm->device_tables().set(static_cast<Collective>(collective), std::move(table)));
-}
-
 int checked(const PyCommunicator& c, int q) {
   if (q < 0 || q >= c.comm->size()) {
     throw_if_error(
         Status::error(Code::kValue, format("rank %d is not in this communicator of %d", q, c.comm->size())));
   }
   return q;
-}
-
-// Of a call on CUDA: until it is issued; torch's current stream then waits for it. With a timeout, or `host`,
-// the calling thread waits for the device.
-bool wait_work(Work& self, double timeout_s, bool host) {
-  GilHooks hooks;
-  bool finished;
-  const double end_s = monotonic_s() + timeout_s;
-  Status s = self.wait(timeout_s, &hooks, &finished);
-  const DeviceEnd* const end = s.ok() && finished ? self.end().get() : nullptr;
-  if (end != nullptr && (host || timeout_s >= 0)) {
-    s = end->wait(timeout_s < 0 ? -1 : std::max(0.0, end_s - monotonic_s()), &hooks);
-    if (s.code() == Code::kTimeout && timeout_s >= 0 && !end->passed()) {
-      hooks.acquire();
-      return false;
-    }
-  } else if (end != nullptr) {
-    s = end_on_host(*end, -1, &hooks);
-  }
-  hooks.acquire();
-  void* stream = nullptr;
-  if (s.ok() && end != nullptr) s = current_stream(end->device(), &stream);
-  if (s.code() == Code::kInterrupt && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  if (s.ok() && end != nullptr) s = end->order(stream);
-  throw_if_error(s);
-  return finished;
 }
 
 }  // namespace
@@ -441,22 +350,15 @@ void bind_engine(py::module_& m) {
         if (!c.pop(&id)) return std::nullopt;
         return id;
       });
-  py::class_<Work, std::shared_ptr<Work>>(m, "Work")
-      .def("wait", &wait_work, py::arg("timeout_s"), py::arg("host") = false)
-      .def_property_readonly("device",
-                             [](const Work& w) { return w.end() == nullptr ? -1 : w.end()->device(); })
-      .def("done", &Work::done)
-      .def("announce", &Work::announce)
-      .def("raise_if_failed", [](const Work& w) { throw_if_error(w.result()); })
-      .def_readonly("source", &Work::source);
+  add_work(m);
   py::class_<Net, std::shared_ptr<Net>>(m, "Net")
       .def(py::init(&make_net))
       .def_property_readonly("address", [](const Net& n) { return n.address().to_string(); })
       .def_property_readonly("bytes_sent", &Net::bytes_sent)
       .def_property_readonly("strangers", &Net::strangers)
       .def("set_peers", &set_peers);
-  py::class_<PyCommunicator>(m, "Communicator")
-      .def_static("join", &join)
+  py::class_<PyCommunicator> communicator(m, "Communicator");
+  communicator.def_static("join", &join)
       .def_static("join_hosts", &join_hosts)
       .def_property_readonly("hosts",
                              [](const PyCommunicator& c) {
@@ -490,17 +392,6 @@ void bind_engine(py::module_& m) {
            })
       .def("check_usable", [](const PyCommunicator& c) { throw_if_error(c.comm->check_usable()); })
       .def("empty", &empty)
-      .def_property_readonly("device",
-                             [](const PyCommunicator& c) {
-                               return c.comm->device() == nullptr ? -1 : c.comm->device()->device();
-                             })
-      .def("device_description",
-           [](const PyCommunicator& c) {
-             return c.comm->device() == nullptr ? "" : c.comm->device()->describe();
-           })
-      .def("device_algorithms", &device_algorithms)
-      .def("device_selection", &device_selection)
-      .def("set_device_selection", &set_device_selection)
       .def("owns", [](const PyCommunicator& c,
                       uintptr_t p) { return c.node->arena()->owns(reinterpret_cast<void*>(p)); })
       .def("arena_bytes_in_use", [](const PyCommunicator& c) { return c.node->arena()->bytes_in_use(); })
@@ -538,6 +429,7 @@ void bind_engine(py::module_& m) {
             raise_after(hooks, c.comm->close(&hooks, limit_s, why));
           },
           py::arg("limit_s") = INFINITY, py::arg("why") = "");
+  add_device_calls(communicator);
   add_fast_calls(m);
   add_tally(m);
 }

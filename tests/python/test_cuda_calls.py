@@ -1,0 +1,101 @@
+"""Calls on CUDA tensors, on the emulated devices (tests/cuda_on_cpu/run_python.py); skipped elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pycomm
+from cases import raises
+from pycomm import _C
+from ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    _C.cuda.build() != "emulated", reason="needs a build with PYCOMM_CUDA=emulated"
+)
+
+
+def ways(rank: int, size: int) -> tuple[str, list[str]]:
+    with pycomm.init(timeout=60) as comm:
+        comm.all_reduce(torch.ones(1))
+        names = comm._c.device_algorithms(0)
+        for name in names:
+            for count in (1, 70_001):
+                t = torch.full((count,), float(rank + 1))
+                comm.all_reduce(t, algorithm=name)
+                assert bool((t == size * (size + 1) / 2).all()), (name, count)
+        assert comm._c.device == rank
+        return comm._c.device_description(), names
+
+
+def test_every_way() -> None:
+    description, names = run_ranks(3, ways)[0]
+    assert "peers' memory: yes" in description and "NCCL 2.32.3" in description
+    assert {"peer", "peer_one_shot", "peer_two_shot", "nccl", "ring", "double_tree"} <= set(names)
+
+
+def in_the_arena(rank: int, size: int) -> None:
+    with pycomm.init(timeout=60) as comm:
+        t = comm.empty(1000, dtype=torch.bfloat16, device=f"cuda:{rank}")  # the first call: collective
+        t.fill_(rank + 1)
+        comm.all_reduce(t, algorithm="peer")
+        assert bool((t == size * (size + 1) / 2).all())
+        with raises(pycomm.CommError, "PYCOMM_DEVICE_ARENA"):
+            comm.empty(1 << 30, device=f"cuda:{rank}")
+        with raises(ValueError, "cuda:7", f"cuda:{rank}"):
+            comm.empty(1, device="cuda:7")
+        with raises(ValueError, "on the CPU or CUDA"):
+            comm.empty(1, device="meta")
+        with raises(TypeError, "empty: device"):
+            comm.empty(1, device=1.5)  # type: ignore[arg-type]
+        held = [comm.empty(60_000, device=f"cuda:{rank}") for _ in range(3)]
+        held.clear()
+        again = [comm.empty(60_000, device=f"cuda:{rank}") for _ in range(4)]  # the same memory
+        comm.all_reduce(again, op="max")
+    t += 1  # it outlives the communicator
+    assert float(t[0]) == size * (size + 1) / 2 + 1
+
+
+def test_memory_that_peers_reach() -> None:
+    run_ranks(3, in_the_arena)
+
+
+def tables(rank: int, size: int) -> None:
+    with pycomm.init(timeout=60) as comm:
+        with raises(ValueError, "no call on CUDA"):
+            comm._c.device_algorithms(0)
+        comm.all_reduce(torch.ones(1))
+        rows = [(4096, "peer_one_shot"), (2**64 - 1, "ring")]
+        comm._c.set_device_selection(0, rows)
+        assert comm._c.device_selection(0) == rows
+        child = comm.split(0)
+        assert child is not None
+        assert bool((child.all_reduce(torch.ones(5000)) == size).all())
+        assert child._c.device_selection(0) == rows
+        with raises(ValueError, "'doubling' is not one of all_reduce's"):
+            comm._c.set_device_selection(0, [(10, "doubling")])
+        with raises(ValueError, "sizes must rise"):
+            comm._c.set_device_selection(0, [(10, "ring"), (10, "peer")])
+        # What the table names may not know the dtype.
+        comm._c.set_device_selection(0, [(2**64 - 1, "nccl")])
+        assert comm.all_reduce(torch.full((3,), rank, dtype=torch.int16), "max").tolist() == [size - 1] * 3
+        child.close()
+
+
+def test_selection_tables() -> None:
+    run_ranks(2, tables)
+
+
+def futures(rank: int, size: int) -> None:
+    with pycomm.init(timeout=60) as comm:
+        t = torch.full((1000,), float(rank))
+        future = comm.all_reduce(t, async_op=True).get_future()
+        assert float(future.wait()[0]) == sum(range(size))
+        work = comm.all_gather(torch.empty(size * 2), torch.full((2,), float(rank)), async_op=True)
+        assert work.wait(timeout=30)
+        assert work.result().tolist() == [float(q) for q in range(size) for _ in range(2)]
+        assert work.is_completed()
+
+
+def test_works_and_futures() -> None:
+    run_ranks(2, futures)
