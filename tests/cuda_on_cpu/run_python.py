@@ -1,8 +1,9 @@
 """Tests of Python on emulated devices: `python tests/cuda_on_cpu/run_python.py BUILD [pytest's arguments]`.
 
-BUILD holds the extension of PYCOMM_CUDA=emulated. Every CPU tensor that a rank gives to a collective is then taken
-to lie on the device of its rank's number, and goes through the CUDA engine: the same tests, with the same expected
-values, as on the CPU. BUILD/python becomes a tree like the repository's, in which the package has that extension.
+BUILD holds the extension of PYCOMM_CUDA=emulated. Every CPU tensor that a rank gives to a collective is then
+taken to lie on the device of its rank's number, and goes through the CUDA engine: the same tests, with the same
+expected values, as on the CPU. BUILD/python becomes a tree like the repository's, in which the package has that
+extension.
 """
 
 from __future__ import annotations
@@ -15,24 +16,36 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-MODULES = (
-    "collectives reductions async deterministic tensors tensors_refused refusals groups faults shrink cuda_calls "
-    "ddp ddp_backwards ddp_compression ddp_models ddp_random ddp_sparse tp_regions"
-).split()
+MODULES = """
+  collectives reductions async deterministic tensors tensors_refused refusals groups faults shrink cuda_calls
+  ddp ddp_backwards ddp_compression ddp_models ddp_random ddp_sparse tp_regions
+"""
 
-# What CUDA means differently, with the reason.
+# What CUDA means differently, by reason.
 LEFT_OUT = {
-    "test_collectives.py::test_call_numbers_wrap_around": "hundreds of thousands of calls, each of which starts threads",
-    "test_async.py::test_dropping_a_work": "looks at a tensor without a wait: a barrier is the hosts'",
-    "test_async.py::test_the_timeout_of_the_call_itself": "names the algorithm, which is chosen after all came",
-    "test_faults.py::test_a_stopped_rank_is_named": "names the algorithm, which is chosen after all came",
-    "test_deterministic.py::test_tiles_sizes_and_lists": "sets the CPU engine's table and tiles",
-    "test_deterministic.py::test_many_ranks": "more than eight ranks by name, as peers' memory has not",
-    "test_reductions.py::test_seventeen_ranks": "more than eight ranks by name, as peers' memory has not",
-    "test_reductions.py::test_every_algorithm_by_name": "every dtype by name, as NCCL has not",
-    "test_reductions.py::test_rounded_sums_are_the_same_bits_on_every_rank": "every dtype by name, as NCCL has not",
-    "test_groups.py::test_selection_tables_are_inherited": "sets the CPU engine's table",
-    "test_groups.py::test_many_communicators_are_independent": "orders that differ between ranks, as with NCCL",
+    "hundreds of thousands of calls, each of which starts threads here": [
+        "test_collectives.py::test_call_numbers_wrap_around",
+    ],
+    "looks at a tensor without a wait, behind a barrier, which is the hosts'": [
+        "test_async.py::test_dropping_a_work",
+    ],
+    "the message names the algorithm, which on CUDA is chosen after all have come": [
+        "test_async.py::test_the_timeout_of_the_call_itself",
+        "test_faults.py::test_a_stopped_rank_is_named",
+    ],
+    "sets the CPU engine's tables and tiles": [
+        "test_deterministic.py::test_tiles_sizes_and_lists",
+        "test_groups.py::test_selection_tables_are_inherited",
+    ],
+    "every algorithm by name: peers' memory is of eight ranks, NCCL has not every dtype": [
+        "test_deterministic.py::test_many_ranks",
+        "test_reductions.py::test_seventeen_ranks",
+        "test_reductions.py::test_every_algorithm_by_name",
+        "test_reductions.py::test_rounded_sums_are_the_same_bits_on_every_rank",
+    ],
+    "communicators of one device whose calls come in another order on each rank": [
+        "test_groups.py::test_many_communicators_are_independent",
+    ],
 }
 
 
@@ -61,8 +74,8 @@ def main(build: Path, arguments: list[str]) -> int:
         "PYCOMM_DEVICE_ARENA": str(1 << 20),
         "PYCOMM_NCCL_LIB": str(build / "tests/cuda_on_cpu/nccl/libnccl.so.2"),
     }
-    modules = [f"tests/python/test_{name}.py" for name in MODULES]
-    left_out = [f"--deselect=tests/python/{name}" for name in LEFT_OUT]
+    modules = [f"tests/python/test_{name}.py" for name in MODULES.split()]
+    left_out = [f"--deselect=tests/python/{name}" for names in LEFT_OUT.values() for name in names]
     command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", *left_out, *(arguments or ["-n", "2"])]
     if not any(a.startswith("tests/") for a in arguments):
         command += modules
