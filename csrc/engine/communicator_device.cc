@@ -135,6 +135,11 @@ Status Communicator::execute_on_device(Request& request, CallerHooks* hooks, dou
                                                : engine_->agree(call.sig, hooks, timeout_s));
   device_hooks_ = hooks;
   device_timeout_s_ = timeout_s;
+  if (device_ == nullptr && turn->is_captured()) {
+    return Status::error(Code::kValue,
+                         "the first call of a communicator on CUDA cannot be captured into a CUDA "
+                         "graph: make one before the capture");
+  }
   if (device_ == nullptr) PYCOMM_RETURN_IF_ERROR(make_device(call.device, hooks, timeout_s));
   if (call.sig.kind == CallKind::kBarrier) return Status();  // all are here, and know their devices
   if (call.sig.kind == CallKind::kAllToAll) {

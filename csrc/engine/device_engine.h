@@ -10,6 +10,9 @@
 // communicators; turns are taken when callers call, and issued one after the other. The *end* of a call is
 // the event behind it on the stream: callers' streams wait for it, the host may.
 //
+// Captured into a CUDA graph, a call is agreed on once, at its capture, and not again when it is replayed;
+// then the kernels compare (kernels/cuda/peer.h). It needs all that it uses to be there before.
+//
 // Threads: DeviceTurn and DeviceEnd from any; a DeviceEngine is used by one thread at a time, but for abort.
 #pragma once
 
@@ -45,6 +48,8 @@ class DeviceTurn {
   static Status take(const Node* process, int device, void* stream, std::shared_ptr<DeviceTurn>* out);
   // Not kOk: `hooks` or `trouble` ended the wait for the earlier ones.
   Status wait(CallerHooks* hooks, const std::function<Status()>& trouble);
+  // The caller's stream is captured into a CUDA graph: the call runs when that is replayed.
+  bool is_captured() const;
   ~DeviceTurn();  // the next may go
   struct Impl;
   std::unique_ptr<Impl> impl;
@@ -102,7 +107,7 @@ class DeviceEngine {
   int device() const;
   // kValue, the same on all ranks that agreed on the call, when nothing can run it: nothing was launched.
   Status choose(const DeviceTables& tables, Call* call) const;
-  // Issues it. A failure has failed the communicator.
+  // Issues it. A failure has failed the communicator, but where the call was to be captured: kValue then.
   Status run(const Call& call, const DeviceTurn& turn, double timeout_s, std::shared_ptr<DeviceEnd>* end);
   // Ends what is under way.
   void abort(const Status& why);

@@ -22,6 +22,7 @@ Status find_device_way(CallKind, const std::string&, uint8_t*) { return no(); }
 
 Status DeviceTurn::take(const Node*, int, void*, std::shared_ptr<DeviceTurn>*) { return no(); }
 Status DeviceTurn::wait(CallerHooks*, const std::function<Status()>&) { return no(); }
+bool DeviceTurn::is_captured() const { return false; }
 DeviceTurn::~DeviceTurn() = default;
 DeviceEnd::~DeviceEnd() = default;
 Status DeviceEnd::order(void*) const { return no(); }

@@ -35,6 +35,7 @@ class DeviceContext {
   DeviceStreams& streams() { return *streams_; }
   std::mutex& issuing() { return issuing_; }
   Status scratch(size_t n_bytes, std::byte** p);  // aligned to 256
+  bool has_scratch(size_t n_bytes) const { return n_bytes <= n_scratch_bytes_; }
 
   Status take_event(Event* out);
   void give_event(Event event);

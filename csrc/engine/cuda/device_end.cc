@@ -14,6 +14,9 @@ Status DeviceTurn::take(const Node* process, int device, void* stream, std::shar
   const DeviceGuard guard(device);
   PYCOMM_RETURN_IF_ERROR(guard.status());
   cuda::Event ready = nullptr;
+  bool is_captured = false;
+  PYCOMM_RETURN_IF_ERROR(
+      cuda::capture_state(static_cast<cudaStream_t>(stream), "a call on CUDA", &is_captured));
   PYCOMM_RETURN_IF_ERROR(context->take_event(&ready));
   Status s = cuda_status(cudaEventRecord(ready, static_cast<cudaStream_t>(stream)),
                          "cudaEventRecord on the caller's stream");
@@ -23,7 +26,7 @@ Status DeviceTurn::take(const Node* process, int device, void* stream, std::shar
   }
   auto turn = std::make_shared<DeviceTurn>();
   const uint64_t number = context->take_turn();
-  turn->impl = std::make_unique<Impl>(Impl{std::move(context), ready, number});
+  turn->impl = std::make_unique<Impl>(Impl{std::move(context), ready, is_captured, number});
   *out = std::move(turn);
   return Status();
 }
@@ -37,6 +40,8 @@ Status DeviceTurn::wait(CallerHooks* hooks, const std::function<Status()>& troub
   }
   return Status();
 }
+
+bool DeviceTurn::is_captured() const { return impl->is_captured; }
 
 DeviceTurn::~DeviceTurn() {
   if (impl == nullptr) return;
@@ -60,12 +65,14 @@ Status DeviceEnd::order(void* stream) const {
 
 // A failed call counts as passed, too: nobody should wait for it.
 bool DeviceEnd::passed() const {
-  return cudaEventQuery(impl->event) != cudaErrorNotReady || impl->failure->failed.load();
+  return impl->is_captured || cudaEventQuery(impl->event) != cudaErrorNotReady ||
+         impl->failure->failed.load();
 }
 
 int DeviceEnd::device() const { return impl->context->device(); }
 
 Status DeviceEnd::wait(double timeout_s, CallerHooks* hooks) const {
+  if (impl->is_captured) return impl->failure->get();
   const double end_s = timeout_s < 0 ? INFINITY : monotonic_s() + timeout_s;
   double asked_s = monotonic_s();
   for (int i = 0; cudaEventQuery(impl->event) == cudaErrorNotReady; i++) {

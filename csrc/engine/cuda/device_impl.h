@@ -52,6 +52,7 @@ struct DeviceFailure {
 struct DeviceTurn::Impl {
   std::shared_ptr<cuda::DeviceContext> context;
   cuda::Event ready = nullptr;
+  bool is_captured = false;  // the caller's stream is, into a CUDA graph
   uint64_t turn = 0;
 };
 
@@ -59,7 +60,7 @@ struct DeviceEnd::Impl {
   std::shared_ptr<cuda::DeviceContext> context;
   std::shared_ptr<DeviceFailure> failure;
   cuda::Event event = nullptr;
-  double limit_s = 0;  // after which the watch says that the call has failed
+  bool is_captured = false;  // then the event is the graph's, and nobody can ask it
 };
 
 struct DeviceEngine::Impl {
@@ -95,9 +96,12 @@ struct DeviceEngine::Impl {
     const std::byte* in = nullptr;
     std::byte* out = nullptr;
   };
+  Status can_be_captured(const Call& call);
   Status issue(const Call& call, double timeout_s);
   Status alone(const Call& call, const Plain& plain);
   Status by_way(const Call& call, const Plain& plain, std::byte* scratch, double timeout_s);
+  bool needs_nccl(const Call& call) const;
+  Status all_scratch_bytes(const Call& call, size_t* packed_in, size_t* packed_out, size_t* way);
   static Call as_sum(const Call& call);
   Status multiplied_by_peers(const Call& call, const Plain& plain, std::byte* scratch);
   Status by_rounds(const Call& call, const Plain& plain, std::byte* scratch, double timeout_s);

@@ -181,28 +181,49 @@ Status DeviceEngine::Impl::by_way(const Call& call, const Plain& plain, std::byt
   return cuda::run_native(comm, stream(), native, patience(timeout_s));
 }
 
-Status DeviceEngine::Impl::issue(const Call& call, double timeout_s) {
+bool DeviceEngine::Impl::needs_nccl(const Call& call) const {
+  return link.n_ranks > 1 && (call.sig.kind == CallKind::kAllToAll || is_rounds(call.sig.algorithm) ||
+                              call.sig.algorithm == static_cast<uint8_t>(DeviceWay::kNccl));
+}
+
+Status DeviceEngine::Impl::all_scratch_bytes(const Call& call, size_t* packed_in, size_t* packed_out,
+                                             size_t* way) {
   const size_t size = dtype_size(call.sig.dtype);
-  const bool needs_nccl =
-      link.n_ranks > 1 && (call.sig.kind == CallKind::kAllToAll || is_rounds(call.sig.algorithm) ||
-                           call.sig.algorithm == static_cast<uint8_t>(DeviceWay::kNccl));
-  if (needs_nccl) PYCOMM_RETURN_IF_ERROR(need_nccl(timeout_s));
-  const bool pack_in = !call.in.single(), pack_out = !call.out.single();
-  const uint64_t n_in = pack_in ? padded(call.in.n_elems() * size) : 0;
   // In place, in pieces: in place in scratch, too.
-  const bool shared =
-      pack_in && pack_out && call.in.n_elems() == call.out.n_elems() && call.in.data() == call.out.data();
-  const uint64_t n_out = pack_out && !shared ? padded(call.out.n_elems() * size) : 0;
-  size_t n_way = 0;
-  PYCOMM_RETURN_IF_ERROR(scratch_bytes(call, &n_way));
+  const bool shared = !call.in.single() && !call.out.single() && call.in.n_elems() == call.out.n_elems() &&
+                      call.in.data() == call.out.data();
+  *packed_in = call.in.single() ? 0 : padded(call.in.n_elems() * size);
+  *packed_out = call.out.single() || shared ? 0 : padded(call.out.n_elems() * size);
+  return scratch_bytes(call, way);
+}
+
+// What a call makes when it is the first of its kind cannot be made while a stream is captured.
+Status DeviceEngine::Impl::can_be_captured(const Call& call) {
+  const auto refuse = [&](const char* what) {
+    return Status::error(
+        Code::kValue, format("%s cannot be captured into a CUDA graph: %s; make the same call once, before "
+                             "the capture",
+                             call.sig.text().c_str(), what));
+  };
+  if (needs_nccl(call) && !comm.valid()) return refuse("its NCCL communicator is not there yet");
+  size_t n_in = 0, n_out = 0, n_way = 0;
+  PYCOMM_RETURN_IF_ERROR(all_scratch_bytes(call, &n_in, &n_out, &n_way));
+  return context->has_scratch(n_in + n_out + n_way) ? Status() : refuse("it needs more scratch memory");
+}
+
+Status DeviceEngine::Impl::issue(const Call& call, double timeout_s) {
+  if (needs_nccl(call)) PYCOMM_RETURN_IF_ERROR(need_nccl(timeout_s));
+  size_t n_in = 0, n_out = 0, n_way = 0;
+  PYCOMM_RETURN_IF_ERROR(all_scratch_bytes(call, &n_in, &n_out, &n_way));
   std::byte* scratch = nullptr;
   PYCOMM_RETURN_IF_ERROR(context->scratch(n_in + n_out + n_way, &scratch));
   Plain plain{call.in.data(), call.out.data()};
-  if (pack_in) {
+  if (n_in > 0) {
     PYCOMM_RETURN_IF_ERROR(gather_pieces(call.in, scratch, call.sig.dtype));
     plain.in = scratch;
   }
-  if (pack_out) plain.out = shared ? scratch : scratch + n_in;
+  const bool pack_out = !call.out.single();
+  if (pack_out) plain.out = n_out > 0 ? scratch + n_in : scratch;
   PYCOMM_RETURN_IF_ERROR(by_way(call, plain, scratch + n_in + n_out, timeout_s));
   return pack_out ? spread_pieces(plain.out, call.out, call.sig.dtype) : Status();
 }
@@ -211,28 +232,32 @@ Status DeviceEngine::run(const Call& call, const DeviceTurn& turn, double timeou
                          std::shared_ptr<DeviceEnd>* end) {
   Impl& d = *impl_;
   PYCOMM_RETURN_IF_ERROR(d.failure->get());
+  const bool is_captured = turn.is_captured();
+  if (is_captured) PYCOMM_RETURN_IF_ERROR(d.can_be_captured(call));
   const auto issue = [&]() -> Status {
     const std::lock_guard lock(d.context->issuing());
     const DeviceGuard guard(d.device);
     PYCOMM_RETURN_IF_ERROR(guard.status());
     PYCOMM_RETURN_IF_ERROR(
         cuda_status(cudaStreamWaitEvent(d.stream(), turn.impl->ready, 0), "cudaStreamWaitEvent"));
+    PYCOMM_RETURN_IF_ERROR(d.context->streams().begin_operation(call_kind_name(call.sig.kind)));
     PYCOMM_RETURN_IF_ERROR(d.issue(call, timeout_s));
+    PYCOMM_RETURN_IF_ERROR(d.context->streams().end_operation(call_kind_name(call.sig.kind)));
     cuda::Event event = nullptr;
     PYCOMM_RETURN_IF_ERROR(d.context->take_event(&event));
     auto made = std::make_shared<DeviceEnd>();
-    made->impl = std::make_unique<DeviceEnd::Impl>(DeviceEnd::Impl{d.context, d.failure, event, timeout_s});
+    made->impl = std::make_unique<DeviceEnd::Impl>(DeviceEnd::Impl{d.context, d.failure, event, is_captured});
     PYCOMM_RETURN_IF_ERROR(cuda_status(cudaEventRecord(event, d.stream()), "cudaEventRecord"));
     *end = std::move(made);
     return Status();
   };
   Status s = issue();
   if (!s.ok()) {
-    s = std::move(s).within(call.sig.text() + " on CUDA");
-    d.fail(s);
+    s = std::move(s).within(call.sig.text());
+    if (!is_captured) d.fail(s);
     return s;
   }
-  d.watch_for(*end, timeout_s, call);
+  if (!is_captured) d.watch_for(*end, timeout_s, call);
   return Status();
 }
 

@@ -34,6 +34,9 @@ Status DeviceEngine::Impl::look() {
 }
 
 void DeviceEngine::Impl::watch() {
+  // Or it would spoil captures of other threads, which forbid that events are asked in this process.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
   std::unique_lock lock(watch_mutex);
   while (!stop) {
     while (!pending.empty() && pending.front().end->passed()) pending.pop_front();
