@@ -17,9 +17,11 @@ using cuda::RoundsCall;
 #if defined(__SANITIZE_THREAD__)
 const std::vector<int> kRanks = {2, 3};  // under that sanitizer a kernel takes tens of milliseconds
 constexpr int kReplays = 2;
+constexpr size_t kCodes = 20;
 #else
 const std::vector<int> kRanks = {2, 3, 8};
 constexpr int kReplays = 20;
+constexpr size_t kCodes = 70;  // two tiles
 #endif
 
 double value(int rank, size_t i, int round) {
@@ -182,7 +184,7 @@ TEST_P(NcclRoundsGraph, IsReplayedWithNewInputsAndBetweenEagerCalls) {
 // Codes with error feedback: a replay leaves what an eager call leaves, in the result and in the residual.
 TEST(NcclGraph, CodesAndTheirResidualsAreThoseOfEagerCalls) {
   run_nccl_ranks(2, [](NcclRank& me) -> Status {
-    constexpr size_t kCount = 70;
+    constexpr size_t kCount = kCodes;
     std::unique_ptr<cuda::DeviceStreams> streams;
     PYCOMM_RETURN_IF_ERROR(cuda::DeviceStreams::make(me.rank, &streams));
     Rounds captured(me, *streams, "direct", kCount, 256), eager(me, *streams, "direct", kCount, 256);
