@@ -49,7 +49,7 @@ elseif(NOT PYCOMM_CUDA STREQUAL "off")
     set_target_properties(pycomm_cuda PROPERTIES
       CUDA_ARCHITECTURES "${PYCOMM_CUDA_ARCHITECTURES}" CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_EXTENSIONS OFF
       CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
-    target_compile_options(pycomm_cuda PRIVATE --fmad=false -O3 --threads=2)
+    target_compile_options(pycomm_cuda PRIVATE --fmad=false -O3 --threads=3)  # an architecture each, or the last would keep one core
     if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13)  # whose drivers can all unpack it
       target_compile_options(pycomm_cuda PRIVATE --compress-mode=size)
     endif()

@@ -95,6 +95,7 @@ PYCOMM_DEVICE PeerTrouble wait_for(const PeerSlot& peer, uint64_t wanted, const 
 PYCOMM_DEVICE void give_up(const PeerCall& call, uint64_t number, unsigned blamed) {
   const int k = static_cast<int>(threadIdx.x);
   if (k < call.n_ranks && k != call.rank) {
+    PYCOMM_NO_UNROLL
     for (unsigned b = blockIdx.x; b < kMaxPeerBlocks; b += gridDim.x) {
       store_relaxed_system(&control_of(call, k).slots[b][call.rank].stopped, blamed);
     }
@@ -168,6 +169,7 @@ PYCOMM_DEVICE bool meet(const PeerCall& call, PeerShared& shared, uint64_t numbe
 // Does somebody read a tensor where it lies? Then nobody may go on before all have read.
 PYCOMM_DEVICE bool reads_tensors(const PeerCall& call, const PeerShared& shared) {
   bool any = false;
+  PYCOMM_NO_UNROLL
   for (int k = 0; k < call.n_ranks; ++k) any |= is_tensor(shared.places[k][0]);
   return any;
 }
@@ -176,6 +178,7 @@ PYCOMM_DEVICE bool reads_tensors(const PeerCall& call, const PeerShared& shared)
 PYCOMM_DEVICE void leave(const PeerCall& call, uint64_t number) {
   if (threadIdx.x != 0) return;
   PeerControl& own = control_of(call, call.rank);
+  PYCOMM_NO_UNROLL
   for (unsigned b = blockIdx.x; b < kMaxPeerBlocks; b += gridDim.x) own.calls[b] = number + 1;
   store_relaxed_system(&call.words->left[blockIdx.x], number + 1);
 }
@@ -192,14 +195,6 @@ PYCOMM_DEVICE Pack load_pieces(const char* p) {
   memcpy(&pack, pieces, sizeof pack);
   return pack;
 }
-template <class U>
-PYCOMM_DEVICE void store_pieces(char* p, const Pack& pack) {
-  U pieces[kPackBytes / sizeof(U)];
-  memcpy(pieces, &pack, sizeof pack);
-  PYCOMM_UNROLL
-  for (size_t i = 0; i < kPackBytes / sizeof(U); ++i) reinterpret_cast<U*>(p)[i] = pieces[i];
-}
-
 PYCOMM_DEVICE bool aligned_to(const void* p, size_t n_bytes) {
   return reinterpret_cast<uintptr_t>(p) % n_bytes == 0;
 }
@@ -210,11 +205,24 @@ PYCOMM_DEVICE Pack load_anywhere(const char* p) {
   if (aligned_to(p, 2)) return load_pieces<uint16_t>(p);
   return load_pieces<uint8_t>(p);
 }
+// Few instructions for what is rare: they are in every kernel of peer_reduce.cu, several times.
 PYCOMM_DEVICE void store_anywhere(char* p, const Pack& pack) {
   if (aligned_to(p, 16)) return store_pack(p, pack);
-  if (aligned_to(p, 4)) return store_pieces<uint32_t>(p, pack);
-  if (aligned_to(p, 2)) return store_pieces<uint16_t>(p, pack);
-  store_pieces<uint8_t>(p, pack);
+  Pack rest = pack;
+  PYCOMM_NO_UNROLL
+  for (int i = 0; i < 4; ++i, p += 4) {
+    const uint32_t word = rest.word[0];  // not word[i], for which it would have to lie in memory
+    rest = {{rest.word[1], rest.word[2], rest.word[3], 0}};
+    if (aligned_to(p, 4)) {
+      *reinterpret_cast<uint32_t*>(p) = word;
+    } else if (aligned_to(p, 2)) {
+      reinterpret_cast<uint16_t*>(p)[0] = static_cast<uint16_t>(word);
+      reinterpret_cast<uint16_t*>(p)[1] = static_cast<uint16_t>(word >> 16);
+    } else {
+      PYCOMM_UNROLL
+      for (int k = 0; k < 4; ++k) p[k] = static_cast<char>(word >> 8 * k);
+    }
+  }
 }
 
 // This block's part of a copy; write(at, pack) stores 16 bytes at that offset, write_byte(at, byte) one.
@@ -233,8 +241,10 @@ PYCOMM_DEVICE void read_part(const char* src, uint64_t n_bytes, const Write& wri
       for (uint64_t u = 0; u < kAtOnce; ++u) write((p + u * stride) * kPackBytes, packs[u]);
     }
   }
+  PYCOMM_NO_UNROLL
   for (; p < n_packs; p += stride) write(p * kPackBytes, load_anywhere(src + p * kPackBytes));
   if (p == n_packs) {
+    PYCOMM_NO_UNROLL
     for (uint64_t i = n_packs * kPackBytes; i < n_bytes; ++i) write_byte(i, src[i]);
   }
 }
@@ -265,19 +275,16 @@ PYCOMM_DEVICE bool is_two_shot(PeerKind kind) {
 
 PYCOMM_DEVICE void stage(const PeerCall& call, uint64_t number) {
   if (call.in == nullptr) return;
+  if (!call.push && call.in_place != 0) return;
   const bool cut = cuts_input(call.kind);
-  if (call.push) {
-    for (int d = 0; d < call.n_ranks; ++d) {
-      const int k = (call.rank + 1 + d) % call.n_ranks;
-      const int slice = cut ? k : 0;
-      copy_part(half_of(call, k, number) + static_cast<uint64_t>(call.rank) * call.staging_stride,
-                call.in + static_cast<uint64_t>(slice) * call.in_stride, slice_length(call, slice));
-    }
-  } else if (call.in_place == 0) {
-    for (int slice = 0; slice < (cut ? call.n_ranks : 1); ++slice) {
-      copy_part(half_of(call, call.rank, number) + static_cast<uint64_t>(slice) * call.staging_stride,
-                call.in + static_cast<uint64_t>(slice) * call.in_stride, slice_length(call, slice));
-    }
+  const int n_copies = call.push || cut ? call.n_ranks : 1;
+  PYCOMM_NO_UNROLL
+  for (int d = 0; d < n_copies; ++d) {  // pushed to one rank after another, or all to our own staging
+    const int k = (call.rank + 1 + d) % call.n_ranks;
+    const int to = call.push ? k : call.rank, at = call.push ? call.rank : cut ? d : 0;
+    const int slice = !cut ? 0 : call.push ? k : d;
+    copy_part(half_of(call, to, number) + static_cast<uint64_t>(at) * call.staging_stride,
+              call.in + static_cast<uint64_t>(slice) * call.in_stride, slice_length(call, slice));
   }
 }
 
@@ -289,6 +296,7 @@ PYCOMM_DEVICE void finish(const PeerCall& call, PeerShared& shared, uint64_t num
   }
   leave(call, number);
   if (!two_shot || call.out == nullptr || call.out_place != 0) return;
+  PYCOMM_NO_UNROLL
   for (int slice = 0; slice < call.n_ranks; ++slice) {
     copy_part(call.out + static_cast<uint64_t>(slice) * call.slice_bytes,
               destination(call, shared, call.rank, slice), slice_length(call, slice));

@@ -64,7 +64,30 @@ PYCOMM_DEVICE void reduce_element(const Pointers& pointers, int n, uint64_t at, 
   };
   const auto v = tree_of<kLevels, typename F::Acc>(n, load, O::combine);
   const auto element = static_cast<S>(F::encode(O::finish(v, param)));
+  PYCOMM_NO_UNROLL
   for (int d = 0; d < pointers.n_destinations; ++d) store_element<S>(pointers.destinations[d] + at, element);
+}
+
+// Packs p, p + stride, …: U of them are loaded before any is computed.
+template <class O, int N, int U>
+PYCOMM_DEVICE void reduce_packs(const Pointers& pointers, uint64_t p, uint64_t stride,
+                                const typename O::P& param) {
+  Pack in[U][N];
+  PYCOMM_UNROLL
+  for (int u = 0; u < U; ++u) {
+    PYCOMM_UNROLL
+    for (int k = 0; k < N; ++k) {
+      in[u][k] = load_pack(pointers.sources[k] + (p + static_cast<uint64_t>(u) * stride) * kPackBytes);
+    }
+  }
+  PYCOMM_UNROLL
+  for (int u = 0; u < U; ++u) {
+    LanesOf<O> lanes[N];
+    PYCOMM_UNROLL
+    for (int k = 0; k < N; ++k) lanes[k] = prepared<O>(in[u][k], param);
+    write_pack<O>(pointers, (p + static_cast<uint64_t>(u) * stride) * kPackBytes,
+                  tree<N>(lanes, combine_lanes<O>), param);
+  }
 }
 
 // This block's part of the slice. Every thread loads all sources of an element before it stores it, so a
@@ -76,34 +99,22 @@ PYCOMM_DEVICE void reduce_part(const Pointers& pointers, int n_ranks, uint64_t n
   uint64_t p = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if constexpr (N > 0) {
     constexpr int U = N <= 2 ? 4 : N <= 4 ? 2 : 1;
-    for (; p + (U - 1) * stride < n_packs; p += U * stride) {
-      Pack in[U][N];
-      PYCOMM_UNROLL
-      for (int u = 0; u < U; ++u) {
-        PYCOMM_UNROLL
-        for (int k = 0; k < N; ++k) {
-          in[u][k] = load_pack(pointers.sources[k] + (p + static_cast<uint64_t>(u) * stride) * kPackBytes);
-        }
-      }
-      PYCOMM_UNROLL
-      for (int u = 0; u < U; ++u) {
-        LanesOf<O> lanes[N];
-        PYCOMM_UNROLL
-        for (int k = 0; k < N; ++k) lanes[k] = prepared<O>(in[u][k], param);
-        write_pack<O>(pointers, (p + static_cast<uint64_t>(u) * stride) * kPackBytes,
-                      tree<N>(lanes, combine_lanes<O>), param);
-      }
+    for (; p + (U - 1) * stride < n_packs; p += U * stride) reduce_packs<O, N, U>(pointers, p, stride, param);
+    if constexpr (U > 1) {
+      for (; p < n_packs; p += stride) reduce_packs<O, N, 1>(pointers, p, stride, param);
     }
-  }
-  for (; p < n_packs; p += stride) {
-    const auto load = [&](int k) {
-      return prepared<O>(load_pack(pointers.sources[k] + p * kPackBytes), param);
-    };
-    write_pack<O>(pointers, p * kPackBytes, tree_of<kLevels, LanesOf<O>>(n_ranks, load, combine_lanes<O>),
-                  param);
+  } else {
+    for (; p < n_packs; p += stride) {
+      const auto load = [&](int k) {
+        return prepared<O>(load_pack(pointers.sources[k] + p * kPackBytes), param);
+      };
+      write_pack<O>(pointers, p * kPackBytes, tree_of<kLevels, LanesOf<O>>(n_ranks, load, combine_lanes<O>),
+                    param);
+    }
   }
   if (p == n_packs) {
     constexpr uint64_t kStep = sizeof(typename O::Format::Store);
+    PYCOMM_NO_UNROLL
     for (uint64_t at = n_packs * kPackBytes; at < n_bytes; at += kStep) {
       reduce_element<O>(pointers, n_ranks, at, param);
     }

@@ -11,6 +11,8 @@
 #define PYCOMM_DEVICE __device__ __forceinline__
 #if defined(PYCOMM_CUDA_EMULATED)
 #define PYCOMM_UNROLL  // on the CPU only the time to compile would grow
+#define PYCOMM_NO_UNROLL
 #else
 #define PYCOMM_UNROLL _Pragma("unroll")
+#define PYCOMM_NO_UNROLL _Pragma("unroll 1")
 #endif
