@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <list>
 #include <map>
+#include <mutex>
 #include <set>
 #include <string_view>
 #include <vector>
@@ -54,7 +55,10 @@ class Calls {
 
   void run() {
     for (int n = 0; n < 300 && !in_.empty(); n++) step();
-    end(false);
+    {
+      auto lock = world_.net()->lock();
+      end(false, lock);
+    }
     while (!coming_.empty()) arrive(coming_.size() - 1);
     const Status failure = groups_[0]->failure();
     if (!groups_[0]->failed()) return;
@@ -64,11 +68,11 @@ class Calls {
 
  private:
   void step() {
-    const auto lock = world_.net()->lock();
+    auto lock = world_.net()->lock();
     const uint8_t choice = in_.byte();
     switch (choice % 16) {
-      case 0: return begin();
-      case 1: return end(choice & 128);
+      case 0: return begin(lock);
+      case 1: return end(choice & 128, lock);
       case 2:
       case 3: return expect();
       case 4: return fly();
@@ -82,8 +86,8 @@ class Calls {
     }
   }
 
-  void begin() {
-    end(true);
+  void begin(std::unique_lock<std::mutex>& lock) {
+    end(true, lock);
     call_ += 1 + (in_.byte() > 250 ? 20 : 0);
     sig_ = signature(in_.byte());
     remote_.begin(call_, sig_);
@@ -93,7 +97,7 @@ class Calls {
   // As engine/hierarchy.cc ends a call: then what it has used may go. The Net's forget() turns messages that
   // are coming away from it; Remote calls that where the call expected something or had something to leave,
   // and a header that has found a landing must be of such a call.
-  void end(bool well) {
+  void end(bool well, std::unique_lock<std::mutex>& lock) {
     if (active_) remote_.end(well);
     active_ = false;
     for (Coming& c : coming_) {
@@ -105,7 +109,9 @@ class Calls {
       c.to = c.own.get();
     }
     landings_.clear();
+    lock.unlock();  // which a Flight that goes takes itself
     flights_.clear();
+    lock.lock();
     buffers_.clear();
   }
 
