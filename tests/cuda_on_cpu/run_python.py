@@ -1,9 +1,9 @@
 """Tests of Python on emulated devices: `python tests/cuda_on_cpu/run_python.py BUILD [pytest's arguments]`.
 
 BUILD holds the extension of PYCOMM_CUDA=emulated. Every CPU tensor that a rank gives to a collective is then
-taken to lie on the device of its rank's number, and goes through the CUDA engine: the same tests, with the same
-expected values, as on the CPU. BUILD/python becomes a tree like the repository's, in which the package has that
-extension.
+taken to lie on the device of its rank's number, and goes through the CUDA engine: the same tests, with the
+same expected values, as on the CPU. BUILD/python becomes a tree like the repository's, in which the package
+has that extension.
 """
 
 from __future__ import annotations
