@@ -26,9 +26,9 @@ void DeviceEngine::Impl::watch_for(std::shared_ptr<DeviceEnd> end, double timeou
 // Something that ends the calls under way, or OK.
 Status DeviceEngine::Impl::look() {
   if (peers != nullptr) PYCOMM_RETURN_IF_ERROR(peers->failure());
-  if (comm.valid() && context->issuing().try_lock()) {
+  if (context->issuing().try_lock()) {  // whoever holds it makes calls of NCCL, and is told by them
     const std::lock_guard lock(context->issuing(), std::adopt_lock);
-    PYCOMM_RETURN_IF_ERROR(comm.async_error());
+    if (comm.valid()) PYCOMM_RETURN_IF_ERROR(comm.async_error());
   }
   return link.trouble();
 }
@@ -70,9 +70,9 @@ void DeviceEngine::Impl::fail(const Status& why) {
   if (!failure->set(why)) return;
   link.fail(why);
   if (peers != nullptr) peers->abort(why.clone());
-  if (!comm.valid()) return;
   // Whoever issues a call polls for trouble, and lets go.
   const std::lock_guard lock(context->issuing());
+  if (!comm.valid()) return;
   const DeviceGuard guard(device);
   const Status left = comm.abort();
   if (!left.ok()) nccl_text += "; " + left.message();
