@@ -185,6 +185,27 @@ def instance(name: str, value: Any, kind: type, expected: str) -> None:
         raise TypeError(f"{name} must be {expected}, got {short(value)}")
 
 
+def device_of(name: str, device: Any) -> torch.device:
+    """What torch makes of ``device``: a torch.device, a string or a number.
+
+    Raises:
+        TypeError: it is no device. ValueError: neither the CPU nor CUDA.
+
+    Example:
+        >>> device_of("tune: device", "cuda:1")
+        device(type='cuda', index=1)
+    """
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(
+            f"{name} must be a torch.device, a string or a number, got {short(device)}"
+        ) from error
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} must be on the CPU or CUDA, got {where}")
+    return where
+
+
 def cuda_index(name: str, device: Any) -> int:
     """The number of a CUDA device, torch's current one where none is given; -1 for the CPU.
 
@@ -195,14 +216,7 @@ def cuda_index(name: str, device: Any) -> int:
         >>> cuda_index("empty: device", "cpu"), cuda_index("empty: device", "cuda:1")
         (-1, 1)
     """
-    try:
-        where = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise TypeError(
-            f"{name} must be a torch.device, a string or a number, got {short(device)}"
-        ) from error
-    if where.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name} must be on the CPU or CUDA, got {where}")
+    where = device_of(name, device)
     if where.type == "cpu":
         return -1
     index: int | None = where.index  # torch's annotation leaves None out

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pycomm import _C, _setup, arguments, tuning_hosts
+from pycomm import _C, _setup, arguments, devices, tuning_cuda, tuning_hosts
 from pycomm.arguments import refuses_wrong_calls
 from pycomm.collectives import Collectives
 from pycomm.errors import CommError
@@ -255,13 +255,15 @@ class Communicator(Collectives, PointToPoint):
         self._c.deterministic = value
 
     @refuses_wrong_calls
-    def tune(self, seconds: float = 1.0) -> None:
+    def tune(self, seconds: float = 1.0, *, device: torch.device | str | int | None = None) -> None:
         """Measures the candidate algorithms on this machine, takes the fastest, and caches that; collective.
 
         The same as ``pycomm tune``.
 
         Args:
             seconds: about how long it may take; what is not measured by then keeps its default.
+            device: None or the CPU: for CPU tensors. A CUDA device, on every rank: for tensors there; nothing
+                else should run on the GPUs meanwhile, and no stream be captured.
 
         Raises:
             TypeError, ValueError, CommError: the common list of :mod:`pycomm.collectives`.
@@ -272,7 +274,12 @@ class Communicator(Collectives, PointToPoint):
         """
         with self._refusing:
             seconds = arguments.seconds("tune: seconds", seconds)
-        tuning_hosts.measure(self, seconds)
+            on_cpu = device is None or arguments.device_of("tune: device", device).type == "cpu"
+            where = None if on_cpu else devices.named("tune: device", device)
+        if where is None:
+            tuning_hosts.measure(self, seconds)
+        elif self.size > 1:
+            tuning_cuda.measure(self, seconds, where)
 
     def close(self) -> None:
         """Waits for what is queued and leaves. Idempotent.

@@ -1,24 +1,27 @@
-"""What the measurements of :mod:`pycomm.tuning` and :mod:`pycomm.tuning_hosts` have in common.
+"""What the measurements of ``pycomm.tuning``, ``tuning_hosts`` and ``tuning_cuda`` have in common.
 
 Rank 0 decides for all: its clock ends a measurement, its times choose, and its table, as JSON, goes to the
-others and into the cache file.
+others and into the cache file (:mod:`pycomm.cache_files`).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import tempfile
 import time
-import warnings
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
     from pycomm.communicator import Communicator
+
+T = TypeVar("T")
+
+#: What another candidate must win by over the default, so that noise does not choose.
+MARGIN = 1.15
 
 
 def go_on(comm: Communicator, deadline: float) -> bool:
@@ -26,6 +29,35 @@ def go_on(comm: Communicator, deadline: float) -> bool:
     flag = torch.tensor([time.monotonic() < deadline], dtype=torch.uint8)
     comm.broadcast(flag, algorithm="direct")
     return bool(flag.item())
+
+
+def fastest(
+    comm: Communicator,
+    deadline: float,
+    candidates: Iterable[T],
+    seconds: Callable[[T], float],
+    is_default: Callable[[T], bool],
+    margin: float = MARGIN,
+) -> T | None:
+    """The candidate that took least, by this rank's clock; collective.
+
+    Args:
+        deadline: of ``time.monotonic`` on rank 0: a candidate is not begun after it.
+        candidates: the same on every rank; those that matter most first.
+        seconds: measures a candidate, on all ranks together.
+        is_default: of a candidate that the others must beat by ``margin``.
+
+    Returns:
+        None when there was no time for any.
+    """
+    best: tuple[float, T] | None = None
+    for candidate in candidates:
+        if not go_on(comm, deadline):
+            break
+        took = seconds(candidate) * (1.0 if is_default(candidate) else margin)
+        if best is None or took < best[0]:
+            best = (took, candidate)
+    return None if best is None else best[1]
 
 
 def median_s(comm: Communicator, call: Any, reps: int) -> float:
@@ -39,18 +71,24 @@ def median_s(comm: Communicator, call: Any, reps: int) -> float:
     return statistics.median(times[1:])
 
 
-def caller(comm: Communicator, name: str, n_bytes: int) -> Any:
+def caller(
+    comm: Communicator, name: str, n_bytes: int, device: torch.device | None = None
+) -> Callable[..., object]:
+    """A call of the collective on float32 tensors of which the largest has ``n_bytes``; device None: CPU.
+
+    What it is given goes to the collective: ``algorithm``.
+    """
     n, me = comm.size, comm.rank
-    whole = torch.zeros(max(n_bytes // 4 // n, 1) * n)
-    part = torch.zeros(whole.numel() // n)
-    calls: dict[str, Any] = {
-        "all_reduce": lambda: comm.all_reduce(whole),
-        "reduce_scatter": lambda: comm.reduce_scatter(part, whole),
-        "all_gather": lambda: comm.all_gather(whole, part),
-        "broadcast": lambda: comm.broadcast(whole),
-        "reduce": lambda: comm.reduce(whole),
-        "gather": lambda: comm.gather(part, whole if me == 0 else None),
-        "scatter": lambda: comm.scatter(part, whole if me == 0 else None),
+    whole = torch.zeros(max(n_bytes // 4 // n, 1) * n, device=device)
+    part = torch.zeros(whole.numel() // n, device=device)
+    calls: dict[str, Callable[..., object]] = {
+        "all_reduce": partial(comm.all_reduce, whole),
+        "reduce_scatter": partial(comm.reduce_scatter, part, whole),
+        "all_gather": partial(comm.all_gather, whole, part),
+        "broadcast": partial(comm.broadcast, whole),
+        "reduce": partial(comm.reduce, whole),
+        "gather": partial(comm.gather, part, whole if me == 0 else None),
+        "scatter": partial(comm.scatter, part, whole if me == 0 else None),
     }
     return calls[name]
 
@@ -65,41 +103,3 @@ def share(comm: Communicator, value: Any) -> Any:
         data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     comm.broadcast(data, algorithm="direct")
     return json.loads(bytes(data.tolist()))
-
-
-def cache_folder() -> Path:
-    """``PYCOMM_CACHE_DIR``, or the user's cache folder."""
-    root = os.environ.get("PYCOMM_CACHE_DIR")
-    if root is None:
-        root = os.path.join(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "pycomm")
-    return Path(root)
-
-
-def load(path: Path, version: int) -> Any:
-    """The table in the file; None when there is none for this version, or it cannot be read."""
-    try:
-        content = json.loads(path.read_text())
-        return content["table"] if content["format"] == version else None
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        ignored(path, error)
-        return None
-
-
-def ignored(path: Path, error: Exception) -> None:
-    """Warns: a damaged cache costs a second of measuring, not a job."""
-    warnings.warn(f"pycomm: ignoring the selection cache {path}: {error}", RuntimeWarning, stacklevel=2)
-
-
-def save(path: Path, version: int, table: Any) -> None:
-    """Atomic: a reader sees the old file or the new one. A read-only home costs the next job a second."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
-            json.dump({"format": version, "table": table}, f, indent=1)
-        os.replace(f.name, path)
-    except OSError as error:
-        warnings.warn(
-            f"pycomm: the selection table was not cached in {path}: {error}", RuntimeWarning, stacklevel=2
-        )

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pycomm import _C, measuring
+from pycomm import _C, cache_files, measuring
 
 if TYPE_CHECKING:
     from pycomm.communicator import Communicator
@@ -28,14 +28,12 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduc
 #: Measured size -> the table row that it decides (largest size in bytes of that row).
 SIZES = {32 << 10: 64 << 10, 512 << 10: 1 << 20, 4 << 20: 2**64 - 1}
 TILES = (128 << 10, 256 << 10)
-#: What another algorithm must win by over the default, so that noise does not choose.
-MARGIN = 1.15
 
 
 def cache_file(size: int) -> Path:
     """The file that holds the table for ``size`` ranks on this machine."""
-    host = "".join(c if c.isalnum() else "_" for c in platform.node())
-    return measuring.cache_folder() / f"selection-v{FORMAT}-{host}-{_C.usable_cores()}cores-{size}ranks.json"
+    host = cache_files.plain(platform.node())
+    return cache_files.folder() / f"selection-v{FORMAT}-{host}-{_C.usable_cores()}cores-{size}ranks.json"
 
 
 def read(comm: Communicator) -> Table:
@@ -88,7 +86,7 @@ def measure(comm: Communicator, seconds: float) -> None:
     table = measuring.share(comm, table)
     apply(comm, table)
     if comm.rank == 0:
-        measuring.save(cache_file(comm.size), FORMAT, table)
+        cache_files.save(cache_file(comm.size), FORMAT, table)
 
 
 def _measure_one(comm: Communicator, kind: int, name: str, deadline: float, default: Table) -> list[Row]:
@@ -96,20 +94,18 @@ def _measure_one(comm: Communicator, kind: int, name: str, deadline: float, defa
     for n_bytes, up_to in SIZES.items():
         call = measuring.caller(comm, name, n_bytes)
         fallback = next(row for row in default[name] if n_bytes <= row[0])
-        best: tuple[float, str, int] | None = None
-        for algorithm in _candidates(name, fallback[1]):
-            for tile in TILES if name == "all_reduce" else TILES[1:]:
-                if not measuring.go_on(comm, deadline):
-                    break
-                comm._c.set_selection(kind, [(2**64 - 1, algorithm, algorithm, tile)])
-                took = measuring.median_s(comm, call, 5 if n_bytes < 1 << 20 else 3)
-                if algorithm != fallback[1]:
-                    took *= MARGIN
-                if best is None or took < best[0]:
-                    best = (took, algorithm, tile)
+
+        def seconds(candidate: tuple[str, int]) -> float:
+            algorithm, tile = candidate
+            comm._c.set_selection(kind, [(2**64 - 1, algorithm, algorithm, tile)])
+            return measuring.median_s(comm, call, 5 if n_bytes < 1 << 20 else 3)  # noqa: B023
+
+        tiles = TILES if name == "all_reduce" else TILES[1:]
+        candidates = [(a, tile) for a in _candidates(name, fallback[1]) for tile in tiles]
+        best = measuring.fastest(comm, deadline, candidates, seconds, lambda c: c[0] == fallback[1])  # noqa: B023
         comm._c.set_selection(kind, default[name])
-        chosen = (fallback[1], fallback[3]) if best is None else best[1:]
-        rows.append((up_to, chosen[0], fallback[2], chosen[1]))
+        algorithm, tile = best or (fallback[1], fallback[3])
+        rows.append((up_to, algorithm, fallback[2], tile))
     return rows
 
 
@@ -122,11 +118,11 @@ def _candidates(name: str, fallback: str) -> list[str]:
 def load_file(size: int) -> Table | None:
     """What the cache has for ``size`` ranks on this machine; None, with a warning, if it is of no use."""
     path = cache_file(size)
-    table = measuring.load(path, FORMAT)
+    table = cache_files.load(path, FORMAT)
     try:
         return None if table is None else {k: [_row(r) for r in table[k]] for k in COLLECTIVES}
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        measuring.ignored(path, error)
+        cache_files.ignored(path, error)
         return None
 
 
@@ -143,6 +139,6 @@ def _cached(comm: Communicator) -> Table | None:
             apply(comm, table)
         except ValueError as error:  # written by another version, or by hand
             apply(comm, before)
-            measuring.ignored(cache_file(comm.size), error)
+            cache_files.ignored(cache_file(comm.size), error)
             return None
     return table

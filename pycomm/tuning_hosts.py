@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pycomm import _C, measuring, tuning
+from pycomm import _C, cache_files, measuring, tuning, tuning_cuda
 from pycomm.hosts import MAX_MEASURED_SOCKETS, given_sockets
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ def several_hosts(comm: Communicator) -> bool:
 def cache_file(comm: Communicator) -> Path:
     """The file of rank 0's machine that holds the table between these hosts."""
     parts = [platform.node(), os.environ.get("PYCOMM_SOCKET_IFNAME", "any")]
-    name = "-".join("".join(c if c.isalnum() else "_" for c in part) for part in parts)
+    name = "-".join(cache_files.plain(part) for part in parts)
     if os.environ.get("PYCOMM_ENCRYPT") == "1":
         name += "-encrypted"
     n_hosts = len(set(comm._c.hosts))
-    return measuring.cache_folder() / f"hosts-v{FORMAT}-{name}-{n_hosts}hosts-{comm.size}ranks.json"
+    return cache_files.folder() / f"hosts-v{FORMAT}-{name}-{n_hosts}hosts-{comm.size}ranks.json"
 
 
 def read(comm: Communicator) -> Table:
@@ -66,8 +66,14 @@ def apply(comm: Communicator, table: Table) -> None:
 
 
 def load_or_measure(comm: Communicator) -> None:
-    """What ``init`` does: the cached tables, or measured ones. Collective."""
+    """What ``init`` does: the cached tables, or measured ones; on CUDA the cached one only. Collective."""
     wanted = tuning.wanted(comm)
+    _load_or_measure(comm, wanted)
+    if wanted:
+        tuning_cuda.load(comm)
+
+
+def _load_or_measure(comm: Communicator, wanted: bool) -> None:
     if not several_hosts(comm):
         if wanted and comm.size > 1 and not tuning.load(comm):
             tuning.measure(comm, 1.0)
@@ -104,6 +110,7 @@ def inherit(parent: Communicator, child: Communicator) -> None:
         tuning.apply(child, tuning.read(parent))
     elif not off:
         tuning.load(child)
+        tuning_cuda.load(child)  # else the parent's, which the core has handed on
 
 
 def measure(comm: Communicator, seconds: float) -> None:
@@ -145,7 +152,7 @@ def _measure_between(comm: Communicator, seconds: float) -> None:
     table = measuring.share(comm, table)
     apply(comm, table)
     if comm.rank == 0:
-        measuring.save(cache_file(comm), FORMAT, table)
+        cache_files.save(cache_file(comm), FORMAT, table)
 
 
 def _measure_one(
@@ -158,27 +165,20 @@ def _measure_one(
     for n_bytes, up_to in SIZES.items():
         call = measuring.caller(comm, name, n_bytes * n_owners)
         fallback = next(row for row in default if n_bytes <= row[0])
-        best: tuple[float, str, int] | None = None
 
-        def attempt(algorithm: str, sockets: int, margin: float) -> None:
-            nonlocal best
-            if not measuring.go_on(comm, deadline):
-                return
-            comm._c.set_host_selection(kind, [(ANY_SIZE, algorithm, sockets)])
-            took = margin * measuring.median_s(comm, call, 3)  # noqa: B023
-            if best is None or took < best[0]:
-                best = (took, algorithm, sockets)
+        def seconds(candidate: tuple[str, int]) -> float:
+            comm._c.set_host_selection(kind, [(ANY_SIZE, *candidate)])
+            return measuring.median_s(comm, call, 3)  # noqa: B023
 
-        attempt(fallback[1], n_sockets or 1, 1.0)
-        for algorithm in names:
-            if algorithm != fallback[1]:
-                attempt(algorithm, n_sockets or 1, tuning.MARGIN)
+        ordered = sorted(names, key=lambda a: a != fallback[1])
+        candidates = [(a, n_sockets or 1) for a in ordered]
+        best = measuring.fastest(comm, deadline, candidates, seconds, lambda c: c[0] == fallback[1])  # noqa: B023
         if n_sockets == 0 and n_bytes >= 1 << 20:
-            winner = measuring.share(comm, best[1] if best is not None else fallback[1])
-            for sockets in SOCKETS[1:]:
-                attempt(winner, sockets, tuning.MARGIN)
+            winner = measuring.share(comm, best[0] if best is not None else fallback[1])
+            several = [(winner, n) for n in SOCKETS]
+            best = measuring.fastest(comm, deadline, several, seconds, lambda c: c[1] == 1) or best
         comm._c.set_host_selection(kind, default)
-        _, algorithm, sockets = best or (0.0, fallback[1], n_sockets or 1)
+        algorithm, sockets = best or (fallback[1], n_sockets or 1)
         rows.append((up_to, algorithm, sockets))
     return rows
 
@@ -190,7 +190,7 @@ def _row(row: Any) -> Row:
 def _cached(comm: Communicator) -> Table | None:
     """Rank 0's: the cached table for these hosts, when this version of pycomm can use it."""
     path, before = cache_file(comm), read(comm)
-    table = measuring.load(path, FORMAT)
+    table = cache_files.load(path, FORMAT)
     if table is None:
         return None
     try:
@@ -198,5 +198,5 @@ def _cached(comm: Communicator) -> Table | None:
         return read(comm)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         apply(comm, before)
-        measuring.ignored(path, error)
+        cache_files.ignored(path, error)
         return None

@@ -5,6 +5,7 @@
 
 The facts are ``pycomm.topology``'s. A machine without GPUs, or without their driver, is told what is missing
 and sees the rest; that is no failure. "-" stands for what is not known, and a line below the tables says why.
+Behind it comes what ``pycomm tune --device cuda`` has kept here: which algorithm serves which size.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pycomm import _C, topology, topology_nvml
-from pycomm.cli import units
+from pycomm import topology, topology_nvml
+from pycomm.cli import selection, units
 from pycomm.cli.output import console, print_json
 from pycomm.topology import Gpu, Gpus, Nic, Topology, Unknown
 
@@ -43,37 +44,13 @@ _ACCESS_WORDS = {
 def topo(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Prints GPUs, NVLink and PCIe paths, peer access, NUMA nodes and network interfaces of this machine."""
     machine = topology.gather(topology_nvml.look())
-    selection = decision_table()
+    tables = selection.kept()
     if as_json:
-        print_json({**as_dict(machine), "decision_table": selection})
+        print_json({**as_dict(machine), "decision_tables": tables})
         return
     show(machine, console())
-    if selection is not None:
-        _show_selection(selection, console())
-
-
-# HOOK: the CUDA engine's selection. It appears here when pycomm._C.cuda has a function `selection`, which
-# gives for each collective the rows (largest number of bytes, algorithm) of a communicator of this machine's
-# GPUs, in the order of sizes, the last with 2**64 - 1: what `pycomm tune` prints for CPU tensors.
-def decision_table() -> dict[str, list[dict[str, Any]]] | None:
-    """The measured choice of algorithms for CUDA tensors; None where this build has none."""
-    selection = getattr(_C.cuda, "selection", None)
-    if selection is None:
-        return None
-    return {
-        name: [{"max_bytes": max_bytes, "algorithm": algorithm} for max_bytes, algorithm in rows]
-        for name, rows in selection().items()
-    }
-
-
-def _show_selection(selection: dict[str, list[dict[str, Any]]], out: Console) -> None:
-    table = _table("CUDA tensors: which algorithm serves which size", "collective", "up to", "algorithm")
-    for name, rows in selection.items():
-        for i, row in enumerate(rows):
-            up_to = "any size" if row["max_bytes"] >= 2**64 - 1 else units.bytes_text(row["max_bytes"])
-            table.add_row(name if i == 0 else "", up_to, row["algorithm"])
-        table.add_section()
-    out.print(table)
+    for told in tables:
+        selection.show(told, console())
 
 
 def as_dict(machine: Topology) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 It starts the ranks itself, as subprocesses with a private run folder, or runs as one of them under torchrun,
 mpirun or srun. Rank 0 writes the cache (``pycomm.tuning.cache_file``); ``--show`` only prints what is there.
+With ``--device cuda`` it is for CUDA tensors, a GPU for each rank (``pycomm.tuning_cuda``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from pycomm.cli import units
+from pycomm import cache_files
+from pycomm.cli import selection, units
 from pycomm.cli.output import bad_argument, console, print_json
 
 __all__ = ["tune"]
@@ -27,34 +29,71 @@ _LAUNCHED = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID")
 
 
 def tune(
-    ranks: Annotated[int, typer.Option("--ranks", help="Ranks to start (not under torchrun, mpirun).")] = 2,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks", help="Ranks to start (not under torchrun, mpirun); default: 2, or one for each GPU."
+        ),
+    ] = None,
     seconds: Annotated[float, typer.Option("--seconds", help="About how long to measure.")] = 5.0,
     show: Annotated[bool, typer.Option("--show", help="Print the cached table, measure nothing.")] = False,
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda: where the tensors are.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measures which algorithm serves which size, and keeps it for later jobs of as many ranks."""
+    if device not in ("cpu", "cuda"):
+        bad_argument(f"tune: --device is {device!r}, expected cpu or cuda")
+    on_cuda = device == "cuda"
+    if on_cuda and not show:
+        _need_devices()
+    if ranks is None:
+        ranks = max(2, _n_devices()) if on_cuda and not show else 2
     if ranks < 1:
         bad_argument(f"tune: --ranks is {ranks}, expected 1 or more")
     if not seconds > 0:
         bad_argument(f"tune: --seconds is {seconds}, expected more than 0")
     launched = any(name in os.environ for name in _LAUNCHED)
     if launched and not show:
-        _run_as_rank(seconds, as_json)
+        _run_as_rank(seconds, on_cuda, as_json)
         return
     if ranks == 1:
         bad_argument("tune: one rank has nothing to choose; give --ranks 2 or more")
     if not show:
-        _run_ranks(ranks, seconds)
-    _print_cached(ranks, as_json)
+        _run_ranks(ranks, seconds, on_cuda)
+    if on_cuda:
+        _print_cuda(ranks, as_json)
+    else:
+        _print_cached(ranks, as_json)
 
 
-def _run_as_rank(seconds: float, as_json: bool) -> None:
+def _need_devices() -> None:
+    from pycomm import devices
+
+    if devices.is_emulated():
+        os.environ.setdefault("PYCOMM_EMULATED_DEVICE", "rank")
+    if why := devices.why_none():
+        typer.echo(f"pycomm: tune: no CUDA device: {why}", err=True)
+        raise typer.Exit(1)
+
+
+def _n_devices() -> int:
+    from pycomm import devices
+
+    return 2 if devices.is_emulated() else devices.count()
+
+
+def _run_as_rank(seconds: float, on_cuda: bool, as_json: bool) -> None:
     import pycomm
-    from pycomm import tuning, tuning_hosts
+    from pycomm import devices, tuning, tuning_hosts
 
+    if on_cuda:
+        devices.take()
     with pycomm.init() as comm:
-        comm.tune(seconds)
+        comm.tune(seconds, device="cuda" if on_cuda else None)
         if comm.rank != 0:
+            return
+        if on_cuda:
+            _print_cuda(comm.size, as_json)
             return
         if not tuning_hosts.several_hosts(comm):
             _print_table(comm.size, tuning.read(comm), str(tuning.cache_file(comm.size)), as_json)
@@ -64,9 +103,13 @@ def _run_as_rank(seconds: float, as_json: bool) -> None:
         _print_levels(within, tuning_hosts.read(comm), str(tuning_hosts.cache_file(comm)), as_json)
 
 
-def _run_ranks(ranks: int, seconds: float) -> None:
+def _run_ranks(ranks: int, seconds: float, on_cuda: bool) -> None:
     """Starts the ranks and waits; the first that fails ends the others, and the command with 1."""
-    code = f"import pycomm\nwith pycomm.init(timeout={_START_S}) as comm:\n    comm.tune({seconds!r})\n"
+    code = (
+        ("from pycomm import devices\ndevices.take()\n" if on_cuda else "")
+        + f"import pycomm\nwith pycomm.init(timeout={_START_S}) as comm:\n"
+        + f"    comm.tune({seconds!r}, device={'cuda' if on_cuda else 'cpu'!r})\n"
+    )
     with tempfile.TemporaryDirectory(prefix="pycomm-tune-") as folder:
         processes = []
         for rank in range(ranks):
@@ -122,6 +165,21 @@ def _print_cached(ranks: int, as_json: bool) -> None:
     _print_table(ranks, table, str(path), as_json)
 
 
+def _print_cuda(ranks: int, as_json: bool) -> None:
+    found = selection.kept(ranks)
+    if not found:
+        typer.echo(
+            f"pycomm: no selection table for CUDA tensors of {ranks} ranks in {cache_files.folder()}: "
+            f"run pycomm tune --device cuda --ranks {ranks}",
+            err=True,
+        )
+        raise typer.Exit(1)
+    if as_json:
+        print_json(found[0])
+    else:
+        selection.show(found[0], console())
+
+
 def _rows(ranks: int, table: Any, path: str) -> dict[str, Any]:
     names = ("max_bytes", "algorithm", "arena_algorithm", "tile_bytes")
     rows = {name: [dict(zip(names, row, strict=True)) for row in rows] for name, rows in table.items()}
@@ -141,15 +199,13 @@ def _print_levels(within: tuple[int, Any, str], between: Any, path: str, as_json
     shown.title_justify = "left"
     for name, rows in between.items():
         for i, (max_bytes, algorithm, sockets) in enumerate(rows):
-            shown.add_row(name if i == 0 else "", _up_to(max_bytes), algorithm, str(sockets or "all"))
+            shown.add_row(
+                name if i == 0 else "", selection.up_to(max_bytes), algorithm, str(sockets or "all")
+            )
         shown.add_section()
     out = console()
     out.print(shown)
     out.print(f"kept in {path}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _up_to(max_bytes: int) -> str:
-    return "any size" if max_bytes >= 2**64 - 1 else units.bytes_text(max_bytes)
 
 
 def _print_table(ranks: int, table: Any, path: str, as_json: bool) -> None:
@@ -160,7 +216,9 @@ def _print_table(ranks: int, table: Any, path: str, as_json: bool) -> None:
     shown.title_justify = "left"
     for name, rows in table.items():
         for i, (max_bytes, algorithm, arena, tile) in enumerate(rows):
-            shown.add_row(name if i == 0 else "", _up_to(max_bytes), algorithm, arena, units.bytes_text(tile))
+            shown.add_row(
+                name if i == 0 else "", selection.up_to(max_bytes), algorithm, arena, units.bytes_text(tile)
+            )
         shown.add_section()
     out = console()
     out.print(shown)

@@ -13,7 +13,7 @@ import torch
 
 import pycomm
 from cases import expected, raises, values
-from pycomm import measuring, tuning
+from pycomm import cache_files, tuning
 from ranks import run_ranks
 
 
@@ -172,7 +172,7 @@ def inherits_tables(rank: int, size: int) -> None:
             cached = tuning.read(child) | {"all_reduce": [(2**64 - 1, "ring", "ring", 65536)]}
             assert tuning.read(child) != cached
             if rank == 0:
-                measuring.save(tuning.cache_file(2), tuning.FORMAT, cached)
+                cache_files.save(tuning.cache_file(2), tuning.FORMAT, cached)
             comm.barrier()
             pair = comm.split(0)
             assert pair is not None

@@ -212,7 +212,7 @@ SIGNATURES = {
     "recv": "tensor src tag * timeout",
     "isend": "tensor dst tag * timeout",
     "irecv": "tensor src tag * timeout",
-    "tune": "seconds",
+    "tune": "seconds * device",
     "close": "",
     "abort": "reason",
 }

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from pycomm import _C
+from pycomm import cache_files
 from pycomm.cli import app
 from pycomm.cli.topo import as_dict, show
 from pycomm.topology import Cpu, Gpu, Gpus, Nic, NumaNode, Topology, Unknown, closest
@@ -199,19 +199,38 @@ def test_closest_is_the_nearest_level_that_is_there() -> None:
     assert closest(("PHB", "PHB")) == (0, 1)
 
 
-def test_the_selection_for_cuda_tensors_is_shown_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows_of = {"all_reduce": [(4096, "one_shot"), (2**64 - 1, "nccl")], "broadcast": [(2**64 - 1, "nccl")]}
-    monkeypatch.setattr(_C.cuda, "selection", lambda: rows_of, raising=False)
+def test_kept_choices_for_cuda_tensors_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYCOMM_CACHE_DIR", str(tmp_path))
+    facts = {"gpu": "NVIDIA H100", "driver": "580.65.06", "nccl": "2.27.3"}
+    selection = {
+        "all_reduce": [[4096, "peer_one_shot"], [2**64 - 1, "nccl"]],
+        "reduce": [[2**64 - 1, "nccl"]],
+    }
+    content = {**facts, "ranks": 8, "hosts": 1, "selection": selection}
+    file = cache_files.cuda_file(facts, 1, 8)
+    cache_files.save(file, cache_files.CUDA_FORMAT, content)
     shown = CliRunner().invoke(app, ["topo"])
     assert shown.exit_code == 0, shown.output
-    assert rows(shown.output, "CUDA tensors") == [
-        ["all_reduce", "4 KiB", "one_shot"],
+    title = "CUDA tensors, 8 ranks: NVIDIA H100, driver 580.65.06, NCCL 2.27.3"
+    assert rows(shown.output, title) == [
+        ["all_reduce", "4 KiB", "peer_one_shot"],
         ["", "any size", "nccl"],
-        ["broadcast", "any size", "nccl"],
+        ["reduce", "any size", "nccl"],
     ]
-    told = json.loads(CliRunner().invoke(app, ["topo", "--json"]).output)
-    assert told["decision_table"]["all_reduce"][0] == {"max_bytes": 4096, "algorithm": "one_shot"}
-    assert list(told["decision_table"]) == ["all_reduce", "broadcast"]
+    [told] = json.loads(CliRunner().invoke(app, ["topo", "--json"]).output)["decision_tables"]
+    assert told["table"]["all_reduce"][0] == {"max_bytes": 4096, "algorithm": "peer_one_shot"}
+    assert told["file"] == str(file) and told["nccl"] == "2.27.3"
+
+
+@pytest.mark.parametrize("table", [[1], {"selection": {}}, {"selection": 3, "ranks": 8}])
+def test_a_damaged_kept_choice_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: object
+) -> None:
+    monkeypatch.setenv("PYCOMM_CACHE_DIR", str(tmp_path))
+    file = cache_files.cuda_file({"gpu": "a", "driver": "b", "nccl": "c"}, 1, 2)
+    cache_files.save(file, cache_files.CUDA_FORMAT, table)
+    with pytest.warns(RuntimeWarning, match="ignoring the selection cache"):
+        assert json.loads(CliRunner().invoke(app, ["topo", "--json"]).stdout)["decision_tables"] == []
 
 
 def test_this_machine() -> None:
@@ -230,4 +249,4 @@ def test_this_machine() -> None:
         assert gpus["missing"] == "" and "GPU 0" in shown.stdout
     else:
         assert f"No GPUs: {gpus['missing']}" in shown.stdout
-    assert document["decision_table"] is None or document["decision_table"]
+    assert isinstance(document["decision_tables"], list)
