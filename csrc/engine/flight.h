@@ -1,6 +1,7 @@
 // One schedule under way between hosts, with all that must live as long as it does.
 #pragma once
 
+#include <cstddef>
 #include <memory>
 #include <vector>
 
@@ -31,6 +32,7 @@ struct Flight {
   Remote& remote;
   std::vector<uint64_t> counts;
   std::vector<int> members;
+  std::vector<std::byte> input;  // of a call in place whose algorithm is not: what leaves must stay as it is
   Rounds::Task task;
   std::unique_ptr<Rounds> rounds;
 };

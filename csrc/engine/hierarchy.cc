@@ -187,6 +187,10 @@ Status Hierarchy::start(std::unique_ptr<Flight>* out, Collective collective, std
   task.call = number_;
   task.run = run;
   task.in = in;
+  if (!a->in_place && in != nullptr && in == to) {  // one_shot, whose input is the whole vector
+    (*out)->input.assign(in, in + count * elem_size_);
+    task.in = (*out)->input.data();
+  }
   task.out = to;
   task.count = count;
   task.dtype = call_->dtype();

@@ -20,7 +20,7 @@ from torch import nn
 
 import pycomm
 from cases import check, values
-from hosts_ranks import join, place, store
+from hosts_ranks import PLACEMENTS, join, place, store
 from ranks import run_ranks
 
 PAIRS = [0, 0, 1, 1]
@@ -186,3 +186,17 @@ def several(rank: int, size: int) -> None:
 
 def test_several_communicators_at_once() -> None:
     run_ranks(4, several)
+
+
+def one_shot_in_place(rank: int, size: int, placement: list[int]) -> None:
+    with join(rank, placement) as comm:
+        for n in (50_000, 5_000):  # the first waits for connections: what comes is there before all has left
+            x = torch.full((n,), float(rank + 1))
+            comm.all_reduce(x, algorithm="one_shot")
+            assert x.unique().tolist() == [size * (size + 1) / 2]
+
+
+@pytest.mark.parametrize("name", ["2x1", "3x1"])
+def test_what_is_being_sent_is_not_overwritten_in_place(name: str) -> None:
+    for _ in range(3):
+        run_ranks(len(PLACEMENTS[name]), one_shot_in_place, PLACEMENTS[name])
