@@ -86,7 +86,8 @@ py::object call(PyCommunicator& self, int kind, py::object in, py::object out, c
   if (async_op) return py::cast(self.comm->start(std::move(request)));
   GilHooks hooks;
   const Call& c = request->call;
-  if (c.in.n_elems() + c.out.n_elems() > kKeepGilBytes / dtype_size(c.sig.dtype)) hooks.before_block();
+  const bool large = c.in.n_elems() + c.out.n_elems() > kKeepGilBytes / dtype_size(c.sig.dtype);
+  if (large || c.device >= 0) hooks.before_block();  // NCCL may have to connect, which knows no hooks
   s = self.comm->run(*request, &hooks);
   if (s.ok() && request->end != nullptr) s = end_on_host(*request->end, -1, &hooks);
   raise_after(hooks, s);

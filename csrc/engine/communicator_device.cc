@@ -86,6 +86,7 @@ Status Communicator::make_device(int device, CallerHooks* hooks, double timeout_
   };
   link.describe = [this](int q) { return describe(q); };
   link.trouble = [this] { return device_trouble(); };
+  link.poll = [this] { return device_hooks_ != nullptr ? device_hooks_->poll() : Status(); };
   link.fail = [this](const Status& s) {
     group_->fail(s);
     if (hierarchy_ != nullptr) hierarchy_->remote().tell_now();

@@ -61,6 +61,7 @@ class DeviceEnd {
   // What is put on the stream from now on begins after the call.
   Status order(void* stream) const;
   bool passed() const;
+  Status failure() const;  // why the communicator has failed on the device, if it has
   int device() const;
   // Blocks the calling thread; kTimeout after timeout_s (negative: the call's own limit decides).
   Status wait(double timeout_s, CallerHooks* hooks) const;
@@ -95,6 +96,7 @@ class DeviceEngine {
     std::function<std::string(int)> describe;
     std::function<Status()> trouble;  // not kOk: a rank is lost, or the communicator has failed
     std::function<void(const Status&)> fail;
+    std::function<Status()> poll;  // for whoever issues a call, and waits in it: Ctrl-C
   };
   static const char* why_not_built();  // null when it is
   static int device_count();

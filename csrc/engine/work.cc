@@ -49,6 +49,7 @@ void Work::finish(Status status) {
 
 Status Work::result() const {
   std::lock_guard lock(mutex_);
+  if (status_.ok() && end_ != nullptr) return end_->failure();
   return status_.clone();
 }
 

@@ -69,6 +69,8 @@ bool DeviceEnd::passed() const {
          impl->failure->failed.load();
 }
 
+Status DeviceEnd::failure() const { return impl->failure->get(); }
+
 int DeviceEnd::device() const { return impl->context->device(); }
 
 Status DeviceEnd::wait(double timeout_s, CallerHooks* hooks) const {

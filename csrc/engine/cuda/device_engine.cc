@@ -85,7 +85,8 @@ DeviceEngine::DeviceEngine() : impl_(std::make_unique<Impl>()) {}
 nccl::Patience DeviceEngine::Impl::patience(double timeout_s) {
   return {timeout_s, [this] {
             PYCOMM_RETURN_IF_ERROR(failure->get());
-            return link.trouble();
+            PYCOMM_RETURN_IF_ERROR(link.trouble());
+            return link.poll();
           }};
 }
 

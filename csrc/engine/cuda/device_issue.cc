@@ -254,7 +254,10 @@ Status DeviceEngine::run(const Call& call, const DeviceTurn& turn, double timeou
   Status s = issue();
   if (!s.ok()) {
     s = std::move(s).within(call.sig.text());
-    if (!is_captured) d.fail(s);
+    const bool interrupted = s.code() == Code::kInterrupt;
+    if (!is_captured)
+      d.fail(interrupted ? Status::error(Code::kClosed, call.sig.text() + " was interrupted (Ctrl-C)")
+                         : s.clone());
     return s;
   }
   if (!is_captured) d.watch_for(*end, timeout_s, call);
