@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bind/bind.h"
+#include "bind/kernel_names.h"
 #include "kernels/blocks.h"
 #include "kernels/cast.h"
 #include "kernels/isa.h"
@@ -19,8 +20,6 @@
 namespace py = pybind11;
 
 namespace pycomm {
-
-namespace {
 
 DType parse_dtype(const std::string& name) {
   std::string known;
@@ -34,6 +33,18 @@ DType parse_dtype(const std::string& name) {
       Code::kValue, format("kernels: dtype is '%s'; expected one of: %s", name.c_str(), known.c_str())));
   return DType::kFloat32;  // not reached
 }
+
+DType parse_code(const std::string& name) {
+  const DType t = parse_dtype(name);
+  if (!blocks_supported(t)) {
+    throw_if_error(Status::error(
+        Code::kValue,
+        format("kernels: no codes of %s; expected int8, float8_e4m3fn, float16 or bfloat16", name.c_str())));
+  }
+  return t;
+}
+
+namespace {
 
 ReduceOp parse_op(const std::string& name, DType dtype) {
   for (int i = 0; i < kNumReduceOps; ++i) {
@@ -112,16 +123,6 @@ void unpack_py(const std::string& dst_dtype, const Blocks& dsts, const std::stri
   std::vector<Block> blocks;
   for (const auto& [p, n] : dsts) blocks.push_back({reinterpret_cast<void*>(p), n});
   unpack(to, blocks, from, reinterpret_cast<const void*>(src), scale);
-}
-
-DType parse_code(const std::string& name) {
-  const DType t = parse_dtype(name);
-  if (!blocks_supported(t)) {
-    throw_if_error(Status::error(
-        Code::kValue,
-        format("kernels: no codes of %s; expected int8, float8_e4m3fn, float16 or bfloat16", name.c_str())));
-  }
-  return t;
 }
 
 float* floats(uintptr_t p) { return reinterpret_cast<float*>(p); }

@@ -9,6 +9,19 @@
 
 namespace pycomm {
 
+int emulated_device() {
+#if defined(PYCOMM_CUDA_EMULATED)
+  static const int device = [] {
+    const char* text = std::getenv("PYCOMM_EMULATED_DEVICE");
+    if (text != nullptr && std::strcmp(text, "rank") == 0) text = std::getenv("RANK");
+    return text == nullptr ? -1 : std::atoi(text);
+  }();
+  return device;
+#else
+  return -1;
+#endif
+}
+
 namespace {
 PyTypeObject* tensor_type = nullptr;
 PyTypeObject* parameter_type = nullptr;
@@ -101,20 +114,6 @@ Status wrong_device(const char* what, const char* kind) {
       Code::kValue, format("%s must be a CPU or CUDA tensor, is on '%s'; move it with .cpu()", what, kind));
 }
 
-// The device that host memory stands for.
-int host_device() {
-#if defined(PYCOMM_CUDA_EMULATED)
-  static const int device = [] {
-    const char* text = std::getenv("PYCOMM_EMULATED_DEVICE");
-    if (text != nullptr && std::strcmp(text, "rank") == 0) text = std::getenv("RANK");
-    return text == nullptr ? -1 : std::atoi(text);
-  }();
-  return device;
-#else
-  return -1;
-#endif
-}
-
 // Whether a real tensor is lazily negated does not change, but asking costs as much as a small call.
 // Remembered are tensors that are not, by object and address; the weak reference tells whether the object at
 // that address is still the one that was asked.
@@ -170,7 +169,7 @@ Status view_by_api(PyObject* tensor, const char* what, TensorView* view, Layout*
   if (t.device.device_type == dlpack::kCuda)
     view->device = t.device.device_id;
   else if (t.device.device_type == dlpack::kCpu || t.device.device_type == dlpack::kCudaHost)
-    view->device = host_device();
+    view->device = emulated_device();
   else
     return wrong_device(what, format("device type %d of DLPack", t.device.device_type).c_str());
   if (!dtype_of(t.dtype, &view->dtype)) return unsupported_dtype(what, tensor);
@@ -192,7 +191,7 @@ Status view_by_attributes(PyObject* tensor, const char* what, TensorView* view, 
   }
   Status known_device;
   if (PyUnicode_CompareWithASCIIString(kind, "cpu") == 0)
-    view->device = host_device();
+    view->device = emulated_device();
   else if (PyUnicode_CompareWithASCIIString(kind, "cuda") == 0)
     view->device = index == Py_None ? 0 : static_cast<int>(PyLong_AsLong(index));
   else
@@ -339,7 +338,7 @@ std::string device_name(int device) { return device < 0 ? "CPU" : format("cuda:%
 
 Status current_stream(int device, void** stream) {
   *stream = nullptr;
-  if (stream_of == nullptr || host_device() >= 0) return Status();
+  if (stream_of == nullptr || emulated_device() >= 0) return Status();
   PyObject* const value = PyObject_CallFunction(stream_of, "i", device);
   if (value == nullptr) return python_error("torch's current stream");
   *stream = PyLong_AsVoidPtr(value);
@@ -396,7 +395,7 @@ PyObject* make_tensor(void* data, const int64_t* shape, int ndim, DType dtype, i
     void* context = nullptr;
     void (*deleter)(void*) = nullptr;
   };
-  const bool on_host = device < 0 || host_device() >= 0;
+  const bool on_host = device < 0 || emulated_device() >= 0;
   const dlpack::Device where =
       on_host ? dlpack::Device{dlpack::kCpu, 0} : dlpack::Device{dlpack::kCuda, device};
   auto* m = new Managed;

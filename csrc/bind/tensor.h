@@ -44,6 +44,10 @@ void remember_plain(PyObject* tensor, const TensorView& view);
 Status view_tensors(PyObject* object, const char* what, bool written, Buffer* buffer, DType* dtype,
                     int* device, Layout* layout);
 
+// The device that host memory stands for where CUDA is emulated and PYCOMM_EMULATED_DEVICE asks for it; else
+// -1.
+int emulated_device();
+
 // "CPU", "cuda:1"
 std::string device_name(int device);
 // torch's current stream of the device. With a Python error set, the code is kInterrupt.
