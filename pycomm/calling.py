@@ -65,7 +65,7 @@ class Caller(_C.FastCalls):
             limit = arguments.common(name, async_op, algorithm, deterministic, timeout)
             if coding is not None and (coding[0] is not None or coding[1] is not None):
                 several_hosts = len(set(self._c.hosts)) > 1
-                chosen, residual = error_feedback.options(name, *coding, several_hosts)
+                chosen, residual = error_feedback.options(name, *coding, self.size, several_hosts)
                 more |= chosen
         except Exception as error:  # as self._refusing does, which costs a right call more
             self._c.refuse(str(error))

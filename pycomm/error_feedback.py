@@ -1,6 +1,6 @@
-"""What crosses between hosts as codes, and what the codes lose: ``compression=`` and ``error_feedback=``.
+"""What crosses between hosts or GPUs as codes, and what these lose: ``compression=``, ``error_feedback=``.
 
-csrc/engine/compressed.h has the steps, docs/numerics.md the bounds.
+csrc/engine/compressed.h and csrc/engine/cuda/block_codes.h have the steps, docs/numerics.md the bounds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pycomm import arguments
+from pycomm.placement import cuda_index
 from pycomm.staging import Tensors
 
 __all__ = ["COMPRESSIONS", "ErrorFeedback", "options"]
@@ -25,12 +26,13 @@ class ErrorFeedback:
     With it, the sum of the results of any number of calls on a slowly changing vector is as exact as one of
     them; without, each call's error may be the same, and add up. Give every vector that is reduced again and
     again (a bucket of gradients) one of its own, and always the same kind of call. Costs 4 bytes an element,
-    and those only where this rank carries the vector between hosts; nothing on one host. A call that raises
-    may have taken from it what then did not arrive: that is lost, at most what one call loses.
+    and those only where this rank carries the vector between hosts, or the vector is on a GPU; nothing for
+    CPU tensors on one host. A call that raises may have taken from it what then did not arrive: that is lost,
+    at most what one call loses.
 
     Args:
-        residual: where it is kept: a contiguous float32 CPU tensor of as many elements as the vector; None:
-            memory of its own, with the first call that needs it.
+        residual: where it is kept: a contiguous float32 tensor of as many elements as the vector, on the
+            vector's device, the CPU or CUDA; None: memory of its own, with the first call that needs it.
 
     Raises:
         TypeError: ``residual`` is no such tensor.
@@ -48,20 +50,28 @@ class ErrorFeedback:
     def __init__(self, residual: torch.Tensor | None = None) -> None:
         if residual is not None and not _is_vector(residual):
             raise TypeError(
-                "ErrorFeedback: residual must be a contiguous float32 CPU tensor, "
+                "ErrorFeedback: residual must be a contiguous float32 tensor on the CPU or on CUDA, "
                 f"got {arguments.short(residual)}"
             )
         #: float32, in the order of the vector; None before the first call that needs it.
         self.residual: torch.Tensor | None = residual
 
-    def vector(self, name: str, n_elems: int) -> torch.Tensor:
-        """The residual of a vector of ``n_elems`` elements, zeros at first, for the collective ``name``.
+    def vector(self, name: str, n_elems: int, device: torch.device) -> torch.Tensor:
+        """The residual of a vector of ``n_elems`` elements on ``device``, zeros at first, for a collective.
+
+        One that is elsewhere (from a checkpoint) is copied there.
+
+        Args:
+            name: the collective's.
+            n_elems, device: the vector's.
 
         Raises:
             ValueError: it is already that of another number of elements.
         """
         if self.residual is None:
-            self.residual = torch.zeros(n_elems)
+            self.residual = torch.zeros(n_elems, device=device)
+        if self.residual.device != device:  # from a checkpoint, say
+            self.residual = self.residual.to(device)
         if self.residual.numel() != n_elems:
             raise ValueError(
                 f"{name}: error_feedback keeps the residual of {self.residual.numel()} elements, the vector "
@@ -81,23 +91,23 @@ class ErrorFeedback:
         """Takes what :meth:`state_dict` gave on this rank, with the same ranks on the same hosts.
 
         Raises:
-            TypeError: it holds something else than a float32 CPU tensor.
+            TypeError: it holds something else than a float32 tensor on the CPU or on CUDA.
         """
         residual = state.get("residual")
         if residual is not None and not (isinstance(residual, torch.Tensor) and _is_vector(residual)):
             raise TypeError(
-                "ErrorFeedback.load_state_dict: residual must be a contiguous float32 CPU tensor, "
-                f"got {arguments.short(residual)}"
+                "ErrorFeedback.load_state_dict: residual must be a contiguous float32 tensor on the CPU or "
+                f"on CUDA, got {arguments.short(residual)}"
             )
         self.residual = None if residual is None else residual.clone()
 
 
 def _is_vector(t: torch.Tensor) -> bool:
-    return t.dtype is torch.float32 and t.device.type == "cpu" and t.is_contiguous()
+    return t.dtype is torch.float32 and t.device.type in ("cpu", "cuda") and t.is_contiguous()
 
 
 def options(
-    name: str, compression: Any, feedback: Any, vector: Tensors | None, several_hosts: bool
+    name: str, compression: Any, feedback: Any, vector: Tensors | None, size: int, several_hosts: bool
 ) -> tuple[dict[str, Any], torch.Tensor | None]:
     """The core's options of a call with one of the two, and the memory that must live as long as the call.
 
@@ -105,7 +115,8 @@ def options(
         name: the collective's.
         compression, feedback: as the caller gave them.
         vector: the whole vector.
-        several_hosts: otherwise nothing is lost, and nothing kept.
+        size: how many ranks there are; with one nothing is lost.
+        several_hosts: otherwise nothing is lost on the CPU, and nothing kept.
 
     Raises:
         TypeError: ``feedback`` is no ErrorFeedback.
@@ -125,8 +136,10 @@ def options(
     chosen: dict[str, Any] = {"compression": COMPRESSIONS[compression]}
     tensors: Sequence[Any] = vector if isinstance(vector, (list, tuple)) else [vector]
     are_tensors = all(isinstance(t, torch.Tensor) for t in tensors)  # otherwise the core says what is wrong
-    if feedback is None or not several_hosts or not are_tensors:
+    if feedback is None or size == 1 or not tensors or not are_tensors:
         return chosen, None
-    residual: torch.Tensor = feedback.vector(name, sum(t.numel() for t in tensors))
+    if not several_hosts and cuda_index(tensors[0]) < 0:
+        return chosen, None
+    residual: torch.Tensor = feedback.vector(name, sum(t.numel() for t in tensors), tensors[0].device)
     chosen["residual"] = (residual.data_ptr(), residual.numel())
     return chosen, residual

@@ -70,7 +70,8 @@ def describe(what: str, name: str, tensor: Tensor) -> str:
     """A line that is equal on two ranks when the tensors are alike in all but their values."""
     order = memory_order(tensor)
     laid_out = "" if order is None else f", memory order {order}"
-    return f"{what} '{name}' of {tensor.dtype} {tuple(tensor.shape)}{laid_out}"
+    place = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    return f"{what} '{name}' of {tensor.dtype} {tuple(tensor.shape)}{laid_out}{place}"
 
 
 def gather_bytes(comm: Communicator, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
@@ -135,7 +136,7 @@ def digest(tensor: Tensor) -> bytes:
     plain = tensor.detach()
     if plain.layout is not torch.strided:
         plain = plain.to_dense()
-    raw = as_bytes(plain.resolve_conj().resolve_neg().contiguous())
+    raw = as_bytes(plain.resolve_conj().resolve_neg().contiguous()).cpu()
     return hashlib.blake2b(raw.numpy().tobytes(), digest_size=16).digest()
 
 
@@ -147,12 +148,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def broadcast_tensors(
     comm: Communicator, tensors: Iterable[Tensor], src: int = 0, unseen: Collection[int] = ()
 ) -> None:
-    """Gives every rank the values of rank ``src``: one coalesced broadcast for each dtype. Collective.
+    """Gives every rank the values of rank ``src``: one broadcast for each dtype and device. Collective.
 
     Tensors of dtypes that the core does not know travel as bytes. Autograd learns of it: a backward that
     needs the old values of a tensor raises; not for those whose ids are in ``unseen``.
     """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     staged: list[tuple[Tensor, Tensor]] = []
     for tensor in tensors:
         if id(tensor) not in unseen:
@@ -163,8 +164,9 @@ def broadcast_tensors(
             if copy.data_ptr() != plain.data_ptr():
                 staged.append((plain, copy))
             plain = as_bytes(copy)
-        by_dtype.setdefault(plain.dtype, []).append(in_memory_order(plain, memory_order(plain)))
-    for group in by_dtype.values():
+        together = alike.setdefault((plain.dtype, plain.device), [])
+        together.append(in_memory_order(plain, memory_order(plain)))
+    for group in alike.values():
         comm.broadcast(group, src=src)
     for target, copy in staged:
         target.copy_(copy)

@@ -13,6 +13,7 @@ from typing import Any, cast, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._utils import _get_device_index
 from torch.nn.parallel import DistributedDataParallel as Torchs
 
 from pycomm.communicator import Communicator
@@ -110,13 +111,44 @@ def first_fault(named: dict[str, nn.Parameter], given: Arguments) -> tuple[type[
         )
     if (refused := is_refused(named)) is not None:
         return (RuntimeError if "no shape yet" in refused else ValueError), refused
-    if given.device_ids or given.output_device is not None:
-        return (
-            ValueError,
-            "device_ids and output_device must be None for a module on the CPU, got "
-            f"{given.device_ids!r} and {given.output_device!r}",
-        )
+    place = next(iter(named.values())).device
+    if (misplaced := fault_of_devices(place, given.device_ids, given.output_device)) is not None:
+        return ValueError, misplaced
     return fault_of_precision(given.mixed_precision, given.compression is not None)
+
+
+def fault_of_devices(place: torch.device, device_ids: Any, output_device: Any) -> str | None:
+    """What is wrong with ``device_ids`` and ``output_device`` for a module on ``place``; None: nothing.
+
+    Example:
+        >>> fault_of_devices(torch.device("cuda:0"), [0, 1], None)
+        'device_ids can only be None or contain a single element, got [0, 1]'
+        >>> fault_of_devices(torch.device("cuda:0"), [0], None) is None
+        True
+    """
+    if not device_ids and output_device is None:
+        return None
+    if place.type != "cuda":
+        return (
+            f"device_ids and output_device must be None for a module on the CPU, got {device_ids!r} and "
+            f"{output_device!r}"
+        )
+    if not device_ids or len(device_ids) != 1:
+        return f"device_ids can only be None or contain a single element, got {device_ids!r}"
+    try:
+        inputs, outputs = (index_of(d) for d in (device_ids[0], output_device))
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"device_ids and output_device must be CUDA devices: {error}"
+    if inputs != place.index:
+        return f"device_ids is {device_ids!r}, but the module's parameters are on {place}"
+    if outputs is not None and outputs != inputs:
+        return f"output_device is {output_device!r}, but the module's outputs are on {place}"
+    return None
+
+
+def index_of(device: Any) -> int | None:
+    """The number of a CUDA device, given as torch's wrapper takes it; None stays None."""
+    return None if device is None else int(_get_device_index(device, True))
 
 
 def settings_from(
@@ -175,9 +207,9 @@ def _torch_deprecates_it() -> bool:
     return "forward_sync_buffers" in inspect.signature(Torchs.__init__).parameters
 
 
-def chosen_overlap(overlap: str | None, comm: Communicator) -> str:
-    """The argument, the environment, or what suits the network or the machine's cores."""
-    return overlap or os.environ.get(OVERLAP_VARIABLE) or _default_overlap(comm)
+def chosen_overlap(overlap: str | None, comm: Communicator, on_cuda: bool) -> str:
+    """The argument, the environment, or what suits the network, the machine's cores, or the GPU."""
+    return overlap or os.environ.get(OVERLAP_VARIABLE) or _default_overlap(comm, on_cuda)
 
 
 def agreed_overlap(comm: Communicator, overlap: str) -> str:
@@ -191,13 +223,14 @@ def agreed_overlap(comm: Communicator, overlap: str) -> str:
     return str(by_eagerness[int(mine)])
 
 
-def _default_overlap(comm: Communicator) -> Overlap:
+def _default_overlap(comm: Communicator, on_cuda: bool) -> Overlap:
     """Inside a host a thread that reduces beside backward pays only where it has a core to itself.
 
-    Between hosts it mostly waits for the network, which needs none.
+    Between hosts it mostly waits for the network, which needs none; and of gradients on a GPU it only puts
+    the reduction on a stream.
     """
     several_hosts = len(set(comm._c.hosts)) > 1
-    return "async" if several_hosts or has_a_core_each(comm.size) else "end"
+    return "async" if on_cuda or several_hosts or has_a_core_each(comm.size) else "end"
 
 
 def has_a_core_each(n_local_ranks: int) -> bool:

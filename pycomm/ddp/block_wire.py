@@ -35,7 +35,8 @@ from torch import Tensor, nn
 from pycomm import _C
 from pycomm.communicator import Communicator
 from pycomm.ddp.error_feedback import ErrorFeedback
-from pycomm.ddp.wire import WIRE_DTYPES, Compression, name_of, pack, unpack
+from pycomm.ddp.kernels import name_of, pack, unpack
+from pycomm.ddp.wire import WIRE_DTYPES, Compression
 from pycomm.work import Work
 
 __all__ = ["CODED_DTYPES", "BlockWire"]

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pycomm.communicator import Communicator
+from pycomm.placement import synchronize
 from pycomm.measuring import median_s
 
 __all__ = ["DEFAULT_BYTES", "measured_bytes", "wanted_bytes"]
@@ -28,8 +29,8 @@ LEAST, MOST = 1 << 20, 256 << 20
 _SMALL, _LARGE = 4 << 10, 4 << 20
 _REPEATS = 5
 
-#: (latency in seconds, seconds for a byte) of communicators that have been measured.
-_known: weakref.WeakKeyDictionary[Communicator, tuple[float, float]] = weakref.WeakKeyDictionary()
+#: (latency in seconds, seconds for a byte), by kind of device, of communicators that have been measured.
+_known: weakref.WeakKeyDictionary[Communicator, dict[str, tuple[float, float]]] = weakref.WeakKeyDictionary()
 
 
 def wanted_bytes(latency_s: float, s_per_byte: float, n_bytes: int, overlap: str) -> int:
@@ -53,18 +54,23 @@ def measured_bytes(comm: Communicator, parameters: Sequence[nn.Parameter], overl
     """What suits this communicator; 25 MiB with ``PYCOMM_TUNE=off``. Collective at a communicator's first."""
     if comm.size == 1 or os.environ.get("PYCOMM_TUNE") == "off":
         return DEFAULT_BYTES
-    if comm not in _known:
-        _known[comm] = _measure(comm)
+    known, device = _known.setdefault(comm, {}), parameters[0].device
+    if device.type not in known:
+        known[device.type] = _measure(comm, device)
     n_bytes = sum(p.numel() * p.element_size() for p in parameters)
-    return wanted_bytes(*_known[comm], n_bytes, overlap)
+    return wanted_bytes(*known[device.type], n_bytes, overlap)
 
 
-def _measure(comm: Communicator) -> tuple[float, float]:
+def _measure(comm: Communicator, device: torch.device) -> tuple[float, float]:
     """Medians of the slowest rank, the same on all."""
-    tensors = [torch.zeros(n_bytes // 4) for n_bytes in (_SMALL, _LARGE)]
+
+    def reduce(tensor: Tensor) -> None:
+        comm.all_reduce(tensor)
+        synchronize(tensor)
+
+    tensors = [torch.zeros(n_bytes // 4, device=device) for n_bytes in (_SMALL, _LARGE)]
     found = torch.tensor(
-        [median_s(comm, partial(comm.all_reduce, tensor), _REPEATS) for tensor in tensors],
-        dtype=torch.float64,
+        [median_s(comm, partial(reduce, tensor), _REPEATS) for tensor in tensors], dtype=torch.float64
     )
     comm.all_reduce(found, op="max")
     small, large = found.tolist()

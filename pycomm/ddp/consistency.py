@@ -26,7 +26,7 @@ def checksum(tensor: Tensor) -> int:
     plain = tensor.detach()
     if plain.layout is not torch.strided:
         plain = plain.to_dense()
-    raw: Any = as_bytes(plain.resolve_conj().resolve_neg().contiguous()).numpy()
+    raw: Any = as_bytes(plain.resolve_conj().resolve_neg().contiguous()).cpu().numpy()
     return zlib.crc32(raw, zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()))
 
 

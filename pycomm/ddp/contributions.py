@@ -27,7 +27,8 @@ __all__ = ["contributions"]
 def contributions(reducer: Reducer, bucket: Bucket, known: Set[int] | None) -> list[Tensor]:
     """What this rank gives; with ``known``, only of these parameters a gradient has come."""
     gradients: list[Tensor] | None = None
-    if known is None:
+    # A module that was moved to another device has buckets on the old one: they get stand-ins.
+    if known is None and bucket.parameters[0].device == bucket.device:
         gradients = _C.plain_gradients(bucket.parameters, bucket.dtype, torch.strided)
     if gradients is None:
         gradients = _with_stand_ins(reducer, bucket, [p.grad for p in bucket.parameters], known)
@@ -52,6 +53,7 @@ def _with_stand_ins(
             or gradient.dtype is not bucket.dtype
             or gradient.layout is not torch.strided
             or type(gradient) is not Tensor
+            or gradient.device != bucket.device
             or (known is not None and index not in known)
         ):
             gradient = _stand_in(reducer, bucket, index, gradient, known is None)
@@ -87,17 +89,22 @@ def _stand_in(
         problem = Problem.GONE if has_come or index in reducer.came else Problem.UNUSED
     elif gradient.layout is torch.sparse_coo and gradient.dtype is bucket.dtype:
         problem = Problem.SPARSE
-    elif gradient.dtype is not bucket.dtype or type(gradient) is not Tensor or gradient.shape != shape:
+    elif (
+        gradient.dtype is not bucket.dtype
+        or type(gradient) is not Tensor
+        or gradient.shape != shape
+        or gradient.device != bucket.device
+    ):
         problem = Problem.RETYPED
     else:
         problem, keeps = Problem.UNUSED, True
     reducer.problems[index] = problem
     if keeps and gradient is not None:
         stand_in = gradient.detach().clone()
-    elif parameter.dtype is bucket.dtype and parameter.shape == shape:
+    elif (parameter.dtype, parameter.device, parameter.shape) == (bucket.dtype, bucket.device, shape):
         stand_in = torch.zeros_like(parameter, requires_grad=False)
     else:
-        stand_in = torch.zeros(shape, dtype=bucket.dtype)
+        stand_in = torch.zeros(shape, dtype=bucket.dtype, device=bucket.device)
     reducer.stand_ins[index] = stand_in
     return stand_in
 

@@ -26,16 +26,17 @@ class ErrorFeedback:
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[weakref.ref[nn.Parameter], Tensor]] = {}
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0)  # of the host: what travels between GPUs needs none
 
     def vector(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """A flat vector of the residuals of these parameters, from now on the place where they live.
 
-        Each lies in its parameter's memory order; those that are not known yet are zeros.
+        Each lies in its parameter's memory order; those that are not known yet are zeros. On the device of
+        the parameters, which is one.
         """
         # An entry is a view of the vector of its bucket, and would keep all of that.
         self._of = {key: entry for key, entry in self._of.items() if entry[0]() is not None}
-        flat = torch.zeros(sum(p.numel() for p in parameters))
+        flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
         for parameter, view in zip(parameters, views_of(flat, parameters, in_memory_order=True), strict=True):
             before = self._residual_of(parameter)
             if before is not None and before.shape == view.shape:
@@ -77,7 +78,7 @@ class ErrorFeedback:
             if mine is None:
                 if not parameter.requires_grad and name not in state:
                     continue  # frozen: it has none, unless it is thawed
-                mine = torch.zeros(parameter.shape)
+                mine = torch.zeros(parameter.shape, device=parameter.device)
                 self._of[id(parameter)] = (weakref.ref(parameter), mine)
             if name in state:
                 mine.copy_(state[name])

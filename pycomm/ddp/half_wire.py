@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from pycomm.communicator import Communicator
-from pycomm.ddp.wire import WIRE_DTYPES, pack, unpack
+from pycomm.ddp.kernels import pack, unpack
+from pycomm.ddp.wire import WIRE_DTYPES
 from pycomm.work import Work
 
 __all__ = ["HalfWire"]

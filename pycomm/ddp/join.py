@@ -14,7 +14,7 @@ of the last one that did. Collectives of the module itself are not shadowed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.algorithms.join import Join, JoinHook
@@ -138,8 +138,9 @@ class Joining:
 
     @property
     def join_device(self) -> torch.device:
-        """Where torch's ``Join`` makes its tensors."""
-        return torch.device("cpu")
+        """Where torch's ``Join`` makes its tensors: beside the parameters, as its group's backend may ask."""
+        device: torch.device = cast(Any, self).device
+        return device
 
     @property
     def join_process_group(self) -> Any:

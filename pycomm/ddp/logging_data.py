@@ -37,6 +37,8 @@ class Logging:
     _has_joined: bool
     _last_error: str | None
     _reducer: Reducer | None
+    device_ids: Any
+    output_device: Any
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Times are kept of every step; nothing is to be set."""
@@ -50,8 +52,8 @@ class Logging:
             "world_size": self.communicator.size,
             "rank": self.communicator.rank,
             "module_name": type(self.module).__name__,
-            "device_ids": "",
-            "output_device": -1,
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else self.output_device,
             "broadcast_buffers": int(self.forward_sync_buffers),
             "bucket_cap_bytes": self.bucket_bytes_cap,
             "find_unused_parameters": int(self.find_unused_parameters),

@@ -20,12 +20,13 @@ from pycomm import _C
 from pycomm.communicator import Communicator
 from pycomm.ddp.agree import in_memory_order, memory_order, views_of
 from pycomm.ddp.block_wire import CODED_DTYPES, BlockWire
+from pycomm.ddp.coded_wire import CodedWire, suits
 from pycomm.ddp.error_feedback import ErrorFeedback
 from pycomm.ddp.half_wire import HalfWire
 from pycomm.ddp.hooks import GradBucket, HookWire, UsersHook
-from pycomm.ddp.hosts_wire import HostsWire, spans_hosts
 from pycomm.ddp.structure import Structure
 from pycomm.ddp.wire import WIRE_DTYPES, Compression, PlainWire, Wire
+from pycomm.placement import bucket_memory
 
 __all__ = ["Bucket", "Overlap", "Plan", "Settings", "assign", "build"]
 
@@ -53,7 +54,7 @@ class Settings:
 
 @dataclass
 class Bucket:
-    """Parameters that are reduced together, all of one dtype."""
+    """Parameters that are reduced together, all of one dtype, on the module's device."""
 
     indices: list[int]
     parameters: list[nn.Parameter]
@@ -61,6 +62,7 @@ class Bucket:
     """Each parameter's memory order (pycomm/ddp/agree.py); None where all are contiguous."""
     n_elems: int
     dtype: torch.dtype
+    device: torch.device
     wire: Wire
     views: list[Tensor] | None
     """Where gradients live when they are views of the bucket's memory; else None."""
@@ -198,12 +200,13 @@ def _make(
     before: Wire | None,
 ) -> Bucket:
     """One bucket; ``number`` is (its number, how many there are), ``before`` the last wire of the kind."""
-    n_elems, dtype = sum(p.numel() for p in parameters), parameters[0].dtype
+    first = parameters[0]
+    n_elems, dtype = sum(p.numel() for p in parameters), first.dtype
     buffer: Tensor | None = None
     if settings.hook is not None:
-        buffer = torch.empty(n_elems, dtype=dtype)  # torch's own memory: some hooks resize it
+        buffer = torch.empty(n_elems, dtype=dtype, device=first.device)  # torch's own: some hooks resize it
     elif settings.as_view:
-        buffer = comm.empty(n_elems, dtype=dtype)
+        buffer = bucket_memory(comm, n_elems, first)
     is_view = settings.as_view and buffer is not None
     views = None if buffer is None else views_of(buffer, parameters, in_memory_order=is_view)
     orders = [memory_order(p) for p in parameters]
@@ -218,8 +221,8 @@ def _make(
         orders = []
     elif settings.compression is None or not _is_compressed(settings.compression, dtype):
         wire = PlainWire(comm, buffer, laid_out)
-    elif spans_hosts(comm):
-        wire = HostsWire(comm, settings.compression, parameters, settings.feedback, buffer, laid_out)
+    elif suits(comm, first):
+        wire = CodedWire(comm, settings.compression, parameters, settings.feedback, buffer, laid_out)
     elif settings.compression in ("fp16", "bf16") and settings.feedback is None:
         wire = HalfWire(comm, settings.compression, n_elems)
     else:
@@ -229,7 +232,15 @@ def _make(
         views = laid_out = None
     is_reordered = any(order is not None for order in orders)
     return Bucket(
-        indices, parameters, orders if is_reordered else None, n_elems, dtype, wire, views, laid_out
+        indices,
+        parameters,
+        orders if is_reordered else None,
+        n_elems,
+        dtype,
+        first.device,
+        wire,
+        views,
+        laid_out,
     )
 
 

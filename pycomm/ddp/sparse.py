@@ -133,8 +133,8 @@ def _empty(parameter: nn.Parameter, sparse_dim: int) -> Tensor:
     """Sparse zeros, coalesced."""
     shape = parameter.shape
     return torch.sparse_coo_tensor(
-        torch.empty(sparse_dim, 0, dtype=torch.int64),
-        torch.empty(0, *shape[sparse_dim:], dtype=parameter.dtype),
+        torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device),
+        torch.empty(0, *shape[sparse_dim:], dtype=parameter.dtype, device=parameter.device),
         shape,
         is_coalesced=True,
         check_invariants=False,
@@ -157,8 +157,8 @@ def _gather(
     values = gradient.values().to(_WIDE.get(dtype, dtype)) * share
     indices = gradient.indices().t().contiguous()
     n = sum(counts)
-    all_indices = torch.empty(n, sparse_dim, dtype=torch.int64)
-    all_values = torch.empty(n, *values.shape[1:], dtype=values.dtype)
+    all_indices = indices.new_empty(n, sparse_dim)
+    all_values = values.new_empty(n, *values.shape[1:])
     comm.all_gather(all_indices, indices, counts=[c * sparse_dim for c in counts])
     width = int(values[:1].numel()) if values.shape[0] else int(torch.Size(values.shape[1:]).numel())
     comm.all_gather(all_values, values.contiguous(), counts=[c * width for c in counts])

@@ -3,6 +3,9 @@
 Each rank's clock is CLOCK_MONOTONIC, which all processes of a machine share, so the moments at which the
 ranks' gradients were ready can be compared. They travel in the status that ends every backward, one int64
 for each rank behind the number of problems, and cost no message of their own.
+
+Of a module on CUDA these are times of the host: a backward is over when its last kernel is in the queue, and
+communication when it is on its stream.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 
 from pycomm.calling import KINDS
 from pycomm.communicator import Communicator
+from pycomm.placement import cuda_index
 from pycomm.optim import scaling_of
 
 if TYPE_CHECKING:
@@ -114,7 +118,12 @@ def described_step(times: Times) -> dict[str, Any]:
 
 def described_buckets(comm: Communicator, buckets: list[Bucket], is_in_arena: bool) -> list[dict[str, Any]]:
     """Each bucket's size, what travels, and the algorithm that reduces it."""
-    rows = comm._c.selection(KINDS["all_reduce"])
+    is_on_cuda = bool(buckets) and cuda_index(buckets[0].parameters[0]) >= 0
+    rows = (
+        [(most, name, name) for most, name in comm._c.device_selection(KINDS["all_reduce"])]
+        if is_on_cuda
+        else comm._c.selection(KINDS["all_reduce"])
+    )
     described = []
     for bucket in buckets:
         n_bytes = bucket.n_elems * bucket.wire.wire_dtype(bucket.dtype).itemsize

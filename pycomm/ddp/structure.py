@@ -1,10 +1,10 @@
 """What a module's parameters are, and whether they are still the same.
 
 A *structure* is a snapshot: the distinct parameters of a module in registration order with their names,
-whether each is trained (requires a gradient), and its dtype. Users freeze, add, replace and cast parameters
-between two backwards; ``is_current`` sees all of these. It compares identities of what lies in every
-submodule's dictionaries (about 0.1 µs for a parameter), because walking ``named_parameters`` would cost ten
-times that in every step.
+whether each is trained (requires a gradient), its dtype and device. Users freeze, add, replace, cast and
+move parameters between two backwards; ``is_current`` sees all of these. It compares identities of what lies
+in every submodule's dictionaries (about 0.1 µs for a parameter), because walking ``named_parameters`` would
+cost ten times that in every step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pycomm import _C
 from pycomm.ddp.agree import describe
 
 __all__ = ["Structure", "is_refused"]
@@ -39,7 +40,7 @@ class Structure:
         named = {name: p for name, p in module.named_parameters() if name not in ignored}
         found = {id(p) for p in named.values()}
         named.update((name, p) for name, p in delayed if id(p) not in found)
-        self._everything = [(p, p.requires_grad, p.dtype) for p in named.values()]
+        self._everything = [(p, p.requires_grad, p.dtype, p.device) for p in named.values()]
         self._frozen = [item for item in self._everything if not item[1]]
         self._contents: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         for submodule in module.modules():
@@ -62,16 +63,20 @@ class Structure:
         self.is_sparse = [id(p) in sparse for p in self.parameters]
 
     def is_current(self, all_came: bool = False) -> bool:
-        """False when a parameter was added, removed, replaced, frozen, unfrozen or cast since then.
+        """False when a parameter was added, removed, replaced, frozen, unfrozen, cast or moved since then.
 
         Args:
-            all_came: every trained parameter has just got a gradient of its dtype: only the others are asked.
+            all_came: every trained parameter has just got a gradient of its dtype and device: only the others
+                are asked.
         """
         for contents, values in self._contents:
             if len(contents) != len(values) or not all(map(is_, contents.values(), values)):
                 return False
         asked = self._frozen if all_came else self._everything
-        return all(p.requires_grad is trained and p.dtype is dtype for p, trained, dtype in asked)
+        return all(
+            p.requires_grad is trained and p.dtype is dtype and p.device == device
+            for p, trained, dtype, device in asked
+        )
 
     def lines(self) -> list[str]:
         """One line for each parameter: equal on two ranks whose structures are alike."""
@@ -84,6 +89,8 @@ class Structure:
 def is_refused(named: dict[str, nn.Parameter]) -> str | None:
     """Why the parameters cannot be averaged at all, by name; None when they can."""
     first = next(iter(named.values()), torch.empty(0))
+    if first.is_cuda and (why := _C.cuda.why_not_built()) is not None:
+        return f"the parameters are on {first.device}, and {why}"
     for name, parameter in named.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             return f"parameter '{name}' has no shape yet; run a forward of the module before wrapping it"

@@ -1,8 +1,9 @@
-"""``torch.nn.SyncBatchNorm`` on the CPU: the statistics of the batch are those of all ranks' batches.
+"""``torch.nn.SyncBatchNorm`` on CPU and CUDA: the statistics of the batch are those of all ranks' batches.
 
-torch's layer refuses CPU tensors. The wrapper gives each such layer a class with a forward of our own; it
-stays an instance of torch's, with the same parameters, buffers and state_dict. Its collectives use a
-communicator of their own, so they need not keep any order with the reduction of gradients.
+torch's layer refuses CPU tensors, and on CUDA wants a process group of NCCL's. The wrapper gives each such
+layer a class with a forward of our own; it stays an instance of torch's, with the same parameters, buffers
+and state_dict. Its collectives use a communicator of their own, so they need not keep any order with the
+reduction of gradients. On CUDA nothing in it waits for the GPU.
 
 With n_r elements of a channel on rank r, their mean m_r and biased variance v_r, and N = Σ n_r, one
 all_gather of (m, v, n) gives m = Σ n_r m_r / N and v = Σ n_r (v_r + (m_r − m)²) / N, in the order of ranks,
@@ -32,7 +33,7 @@ _communicators: weakref.WeakKeyDictionary[nn.Module, Communicator] = weakref.Wea
 
 
 class _SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's layer with a forward for the CPU; outside of a wrapper it is a plain BatchNorm."""
+    """torch's layer with a forward of our own; outside of a wrapper it is a plain BatchNorm."""
 
     def forward(self, input: Tensor) -> Tensor:
         comm = _communicators.get(self)
@@ -49,7 +50,7 @@ class _SyncBatchNorm(nn.SyncBatchNorm):
         apply: Any = _Normalise.apply
         out, mean, variance, n = apply(input, self.weight, self.bias, self.eps, comm)
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
-            unbiased = variance * (float(n) / max(1.0, float(n) - 1.0))
+            unbiased = variance * (n / (n - 1.0).clamp(min=1.0))
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
         normalised: Tensor = out
@@ -78,11 +79,11 @@ class _Normalise(torch.autograd.Function):
         channels, dims = x.shape[1], [d for d in range(x.dim()) if d != 1]
         values = x.to(wide)
         n = values.numel() // channels
-        mine = torch.zeros(2 * channels + 1, dtype=torch.float64)
+        mine = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
         if n > 0:
             variance, mean = torch.var_mean(values, dims, unbiased=False)
             mine[:channels], mine[channels:-1], mine[-1] = mean, variance, n
-        table = torch.empty(comm.size, mine.numel(), dtype=torch.float64)
+        table = mine.new_empty(comm.size, mine.numel())
         comm.all_gather(table, mine)
         means, variances, counts = table[:, :channels], table[:, channels:-1], table[:, -1:]
         total = counts.sum()
@@ -97,7 +98,7 @@ class _Normalise(torch.autograd.Function):
         if bias is not None:
             out = out + bias.to(wide).view(shape)
         ctx.save_for_backward(x, weight, mean.to(wide), scale)
-        ctx.facts = comm, float(total), dims, shape, eps, bias is not None
+        ctx.facts = comm, total, dims, shape, eps, bias is not None  # total: the host waits for no GPU
         ctx.mark_non_differentiable(mean, variance, total)
         return out.to(x.dtype), mean, variance, total
 
@@ -155,7 +156,7 @@ def has_sync_batch_norm(module: nn.Module) -> bool:
 
 
 def adopt_sync_batch_norms(module: nn.Module, comm: Communicator) -> None:
-    """Makes the module's SyncBatchNorm layers work on the CPU over the ranks of ``comm``. Not collective."""
+    """Makes the module's SyncBatchNorm layers work over the ranks of ``comm``. Not collective."""
     for layer in module.modules():
         if isinstance(layer, nn.SyncBatchNorm):
             if type(layer) is nn.SyncBatchNorm:

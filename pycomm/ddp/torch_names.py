@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pycomm.communicator import Communicator
-from pycomm.ddp.arguments import Arguments, communicator_for
+from pycomm.ddp.arguments import Arguments, communicator_for, index_of
 from pycomm.ddp.bucket_size import DEFAULT_BYTES
 from pycomm.ddp.buffers import Buffers
 from pycomm.ddp.comm_hooks import CommHooks
@@ -135,10 +135,12 @@ class TorchNames(
         self.require_backward_grad_sync = True
         #: Whether the last forward lets the next one give buffers to all ranks.
         self.require_forward_param_sync = True
-        self.device_type = "cpu"
-        self.device = torch.device("cpu")
-        self.device_ids = None
-        self.output_device = None
+        self.device = next(iter(self._look().named.values())).device
+        self.device_type = self.device.type
+        ids = self._given.device_ids
+        self.device_ids = [index_of(ids[0])] if ids else None
+        output = self._given.output_device
+        self.output_device = self.device.index if ids and output is None else index_of(output)
         self.is_multi_device_module = False
         self.logger = None
         self.broadcast_bucket_size = 250 << 20

@@ -1,4 +1,5 @@
-"""How the gradients of one bucket travel: as they lie, or compressed (half_wire.py, block_wire.py).
+"""How the gradients of one bucket travel: as they lie, or compressed (half_wire.py and block_wire.py on
+one host, coded_wire.py between hosts and between GPUs).
 
 A wire has two steps. ``start`` launches the reduction of a list of gradients (and may return before it is
 done); ``finish`` returns when every gradient holds the average over the ranks. All ranks start and finish
@@ -9,19 +10,17 @@ their wires in the same order, and all start before any finish, so collectives i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import is_
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from pycomm import _C
 from pycomm.communicator import Communicator
 from pycomm.ddp.averaging import operation
 from pycomm.work import Work
 
-__all__ = ["Compression", "PlainWire", "WIRE_DTYPES", "Wire", "pack", "unpack"]
+__all__ = ["Compression", "PlainWire", "WIRE_DTYPES", "Wire"]
 
 Compression = Literal["fp16", "bf16", "fp8", "int8"]
 
@@ -31,30 +30,6 @@ WIRE_DTYPES: dict[str, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """What the core calls it."""
-    return str(dtype).removeprefix("torch.")
-
-
-def pack(buffer: Tensor, gradients: Sequence[Tensor], scale: float) -> None:
-    """The gradients, of one dtype, one after another into a flat buffer; cast and scaled in one pass."""
-    sources = [gradient.resolve_neg().contiguous() for gradient in gradients]
-    blocks = [(source.data_ptr(), source.numel()) for source in sources]
-    _C.kernels.pack(name_of(buffer.dtype), buffer.data_ptr(), name_of(sources[0].dtype), blocks, scale)
-
-
-def unpack(gradients: Sequence[Tensor], buffer: Tensor, scale: float) -> None:
-    """The opposite of :func:`pack`."""
-    targets = [
-        g if g.is_contiguous() and not g.is_neg() else torch.empty(g.shape, dtype=g.dtype) for g in gradients
-    ]
-    blocks = [(target.data_ptr(), target.numel()) for target in targets]
-    _C.kernels.unpack(name_of(targets[0].dtype), blocks, name_of(buffer.dtype), buffer.data_ptr(), scale)
-    for gradient, target in zip(gradients, targets, strict=True):
-        if target is not gradient:
-            gradient.copy_(target)
 
 
 class Wire(Protocol):

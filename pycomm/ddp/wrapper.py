@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
+from torch.distributed.utils import _to_kwargs
 
 from pycomm.communicator import Communicator
 from pycomm.ddp.agree import broadcast_tensors, check_agreement, describe
@@ -60,9 +61,12 @@ class DistributedDataParallel(TorchNames):
     the parameter.
 
     Args:
-        module: on the CPU; at least one parameter requires a gradient. A parameter may be shared. Names in
-            ``module._ddp_params_and_buffers_to_ignore`` are left alone, as torch does.
-        device_ids, output_device: None (or empty) for a module on the CPU.
+        module: on the CPU, or on one CUDA device (docs/cuda.md); at least one parameter requires a gradient.
+            A parameter may be shared. Names in ``module._ddp_params_and_buffers_to_ignore`` are left alone,
+            as torch does.
+        device_ids: of a module on CUDA its device, as the only element: inputs are moved there. None (or
+            empty): inputs are taken as they are; so always on the CPU.
+        output_device: of a module on CUDA its device or None, which are the same; None on the CPU.
         dim: kept as an attribute; nothing is scattered here.
         broadcast_buffers: False: buffers are given to other ranks neither at the start nor later. None: True.
         init_sync: False: the start is neither checked nor synchronised; you vouch for equal ranks.
@@ -197,7 +201,7 @@ class DistributedDataParallel(TorchNames):
             bucket_cap_mb_list,
             compression,
             error_feedback,
-            chosen_overlap(overlap, self.communicator),
+            chosen_overlap(overlap, self.communicator, any(p.is_cuda for p in module.parameters())),
             device_ids,
             output_device,
             delayed,
@@ -301,7 +305,7 @@ class DistributedDataParallel(TorchNames):
             self._connect()
         is_alone = self._reducer is None and "buffer_hook" not in self.__dict__
         if is_alone and not self._join_config.enable:
-            return self._call_module(inputs, kwargs)
+            return self._call_module(*self._on_device(inputs, kwargs))
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         started = time.perf_counter()
         with self._inside_ddp_forward():
@@ -317,8 +321,16 @@ class DistributedDataParallel(TorchNames):
             return self.module(*inputs, **kwargs)
         return self._casts.call(self.module, inputs, kwargs)
 
+    def _on_device(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
+        """With ``device_ids``: the tensors in them, on the module's device."""
+        if not self.device_ids or not (inputs or kwargs):
+            return inputs, kwargs
+        moved = _to_kwargs(inputs, kwargs, self.device, use_side_stream_for_tensor_copies=False)
+        return moved[0][0], moved[1][0]
+
     @NotTraced
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        inputs, kwargs = self._on_device(inputs, kwargs)
         if not torch.is_grad_enabled():
             return inputs, kwargs
         if not self._lazy_init_ran:
