@@ -16,10 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pycomm import _C
+
 Gradients = Mapping[str, torch.Tensor | None]
 
 OVERLAPS = ("async", "inline", "end")
 TINY = 1e-4  # MiB: about a hundred bytes, so that toy modules have several buckets
+
+
+ON_DEVICE = _C.cuda.build() == "emulated" and "PYCOMM_EMULATED_DEVICE" in os.environ
+"""Whether the host's tensors stand for those of an emulated CUDA device, and so take the ways of CUDA."""
 
 
 class Net(nn.Module):
