@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from pycomm.communicator import Communicator
-from pycomm.placement import synchronize
 from pycomm.measuring import median_s
+from pycomm.placement import synchronize
 
 __all__ = ["DEFAULT_BYTES", "measured_bytes", "wanted_bytes"]
 

@@ -17,8 +17,8 @@ import torch
 
 from pycomm.calling import KINDS
 from pycomm.communicator import Communicator
-from pycomm.placement import cuda_index
 from pycomm.optim import scaling_of
+from pycomm.placement import cuda_index
 
 if TYPE_CHECKING:
     from pycomm.ddp.plan import Bucket
