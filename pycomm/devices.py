@@ -42,6 +42,13 @@ def why_none() -> str:
     return ""
 
 
+def prepare() -> str:
+    """``why_none()``, in programs of our own that start ranks: an emulated device is of its rank's number."""
+    if is_emulated():
+        os.environ.setdefault("PYCOMM_EMULATED_DEVICE", "rank")
+    return why_none()
+
+
 def count() -> int:
     """Devices of this process; 0 where there are none."""
     return 0 if why_none() else _C.cuda.device_count()

@@ -1,9 +1,9 @@
-"""The bench: nccl-tests' table for pycomm, its peers (gloo, Open MPI) and the memory's limit, in one run.
+"""The bench: nccl-tests' table for pycomm, its peers (gloo, MPI, NCCL) and the memory's limit, in one run.
 
 Reading order: ``options`` (what is asked), ``collectives`` (what each one moves), ``exact`` (inputs and right
 results), ``buffers`` (memory that is rewritten before each timed call), ``libraries`` (how each library is
-called), ``limit`` (the memory probe), ``timing`` (the clock), ``control`` and ``worker`` (one rank),
-``launch`` (all ranks), ``report``, ``table``, ``plot``.
+called), ``limit`` (the memory probe), ``timing`` (the clock), ``control``, ``sweep`` and ``worker`` (a rank;
+``device_sweep`` on CUDA tensors), ``launch`` (all ranks), ``report``, ``table``, ``plot``.
 
 Words: a *library* is pycomm, a peer, or the limit; a *place* is ``out`` (of place) or ``in`` (place); a
 *case* is one library, buffer kind and place at one size; *dirtied* means that every rank rewrites the buffers

@@ -45,9 +45,17 @@ class Memory:
 class Contents:
     """What dirtying writes and what must come out, at one size; shared by the libraries, built on demand."""
 
-    def __init__(self, shape: Shape, op: str, dtype: torch.dtype, n_slots: int) -> None:
-        """``n_slots`` as in ``n_slots_for``."""
+    def __init__(
+        self,
+        shape: Shape,
+        op: str,
+        dtype: torch.dtype,
+        n_slots: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """``n_slots`` as in ``n_slots_for``; ``device``: of the memory."""
         self.shape, self.op, self.dtype, self.n_slots = shape, op, dtype, n_slots
+        self.device = device
         self._images: dict[str, torch.Tensor] = {}
         self._expected: torch.Tensor | None = None
         self._has_expected = False
@@ -67,13 +75,15 @@ class Contents:
             start = shape.block(shape.rank).start * itemsize if shape.n_in < n_elems else 0
             if shape.collective != "broadcast" or shape.rank == shape.root:
                 one[start : start + values.numel()] = values
-            self._images[place] = one.repeat(self.n_slots)
+            self._images[place] = one.repeat(self.n_slots).to(self.device)
         return self._images[place]
 
     def expected(self) -> torch.Tensor | None:
         """See ``exact.expected``."""
         if not self._has_expected:
-            self._expected, self._has_expected = exact.expected(self.shape, self.op, self.dtype), True
+            expected = exact.expected(self.shape, self.op, self.dtype)
+            self._expected = None if expected is None else expected.to(self.device)
+            self._has_expected = True
         return self._expected
 
 

@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from pycomm import devices
 from pycomm.bench.control import STORE_VARIABLE, launched_by
 from pycomm.bench.options import Options
 from pycomm.bench.report import Report
@@ -34,10 +35,17 @@ def launch(options: Options, *, quiet: bool = False) -> Report | None:
         The report; None on ranks other than 0 of a launcher that is not ours.
 
     Raises:
-        ValueError: an option is out of range for these ranks.
-        RuntimeError: a rank failed (its output is quoted), the run took far longer than ``max_seconds``, or
-            the mpi peer is asked for without mpi4py or Open MPI's mpirun.
+        ValueError: an option is out of range for these ranks, or a peer cannot be where CUDA is emulated.
+        RuntimeError: a rank failed (its output is quoted), the run took far longer than ``max_seconds``, the
+            mpi peer is asked for without mpi4py or Open MPI's mpirun, or there is no CUDA device.
     """
+    if options.device == "cuda":
+        if why := devices.prepare():
+            raise RuntimeError(f"no CUDA device: {why}")
+        if devices.is_emulated() and options.peers:
+            raise ValueError(
+                f"peer {options.peers[0]!r}: CUDA is emulated here, and torch has no tensors on such devices"
+            )
     if launched_by() is not None:
         from pycomm.bench import worker
 
@@ -61,12 +69,13 @@ def _commands(options: Options, run_dir: Path) -> list[tuple[str, list[str], dic
         STORE_VARIABLE: str(run_dir / "store"),
         "PYCOMM_RUN_DIR": str(run_dir),
         "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(options.ranks),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
     if "mpi" in options.peers:
         return [("mpirun", [*_mpirun(options.ranks), *worker], shared)]
     return [
-        (f"rank {rank}", worker, {**shared, "RANK": str(rank), "WORLD_SIZE": str(options.ranks)})
+        (f"rank {rank}", worker, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(options.ranks)
     ]
 

@@ -7,6 +7,7 @@ views for MPI, lists of blocks for torch), at least as kind to the peers as a us
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -20,7 +21,7 @@ from pycomm.bench.control import load_mpi
 from pycomm.bench.exact import PREMUL_FACTOR
 from pycomm.ops import NAMES
 
-__all__ = ["Gloo", "Library", "Mpi", "Pycomm"]
+__all__ = ["Library", "Mpi", "Pycomm", "SymmetricMemory", "Torch"]
 
 Call = Callable[[], object]
 
@@ -38,11 +39,9 @@ class Library(Protocol):
 class Pycomm:
     """pycomm itself, on ordinary tensors or on arena tensors."""
 
-    name = "pycomm"
-
-    def __init__(self, comm: Any, memory: Memory, algorithm: str | None) -> None:
-        """``comm`` is a ``pycomm.Communicator`` over all ranks."""
-        self._comm, self.memory = comm, memory
+    def __init__(self, comm: Any, memory: Memory, algorithm: str | None, name: str = "pycomm") -> None:
+        """``comm`` is a ``pycomm.Communicator`` over all ranks; ``algorithm`` None: its choice."""
+        self._comm, self.memory, self.name = comm, memory, name
         self._options = {} if algorithm is None else {"algorithm": algorithm}
 
     @staticmethod
@@ -51,9 +50,9 @@ class Pycomm:
         return pycomm.init(group=dist.group.WORLD)
 
     @staticmethod
-    def arena(comm: Any, n_bytes: int) -> Memory:
-        """Memory in the shared arena of ``comm``."""
-        return Memory("arena", *(comm.empty(n_bytes, dtype=torch.uint8) for _ in range(2)))
+    def arena(comm: Any, n_bytes: int, device: Any = None) -> Memory:
+        """Memory in the shared arena of ``comm``, on the CPU or on its CUDA device."""
+        return Memory("arena", *(comm.empty(n_bytes, dtype=torch.uint8, device=device) for _ in range(2)))
 
     def bind(self, slots: Slots, k: int) -> Call | None:
         """See ``Library.bind``."""
@@ -100,51 +99,103 @@ class Pycomm:
         raise ValueError(f"pycomm: no call for collective {shape.collective!r}")
 
 
-class Gloo:
-    """gloo through torch.distributed, on ordinary tensors."""
-
-    name = "gloo"
+class Torch:
+    """gloo or NCCL through torch.distributed, on ordinary tensors."""
 
     _OPS: ClassVar = {name: getattr(dist.ReduceOp, name.upper()) for name in NAMES if name != "premul_sum"}
 
-    def __init__(self, memory: Memory) -> None:
-        """Uses the default process group, which is gloo."""
-        self.memory = memory
+    def __init__(self, name: str, memory: Memory, group: Any) -> None:
+        """``group``: a process group of the backend ``name``; None: the default one, which is gloo."""
+        self.name, self.memory, self._group = name, memory, group
 
     def bind(self, slots: Slots, k: int) -> Call | None:
         """See ``Library.bind``."""
-        shape = slots.contents.shape
+        shape, in_place = slots.contents.shape, slots.place == "in"
         data, out = slots.pairs[k]
         root, me, n = shape.root, shape.rank, shape.n_ranks
         op: Any = self._OPS.get(slots.contents.op)
+        group: Any = {} if self._group is None else {"group": self._group}
         match shape.collective:
             case "all_reduce":
-                return partial(dist.all_reduce, data, op) if op and slots.place == "in" else None
+                return partial(dist.all_reduce, data, op, **group) if op and in_place else None
             case "reduce":
-                return partial(dist.reduce, data, root, op) if op and slots.place == "in" else None
+                return partial(dist.reduce, data, root, op, **group) if op and in_place else None
             case "reduce_scatter":
-                return partial(dist.reduce_scatter_tensor, out, data, op) if op else None
+                return partial(dist.reduce_scatter_tensor, out, data, op, **group) if op else None
             case "all_gather":
-                return partial(dist.all_gather_into_tensor, out, data)
+                return partial(dist.all_gather_into_tensor, out, data, **group)
             case "broadcast":
-                return partial(dist.broadcast, data, root)
+                return partial(dist.broadcast, data, root, **group)
             case "gather":
-                return partial(dist.gather, data, list(out.chunk(n)) if me == root else None, root)
+                return partial(dist.gather, data, list(out.chunk(n)) if me == root else None, root, **group)
             case "scatter":
-                return partial(dist.scatter, out, list(data.chunk(n)) if me == root else None, root)
+                return partial(dist.scatter, out, list(data.chunk(n)) if me == root else None, root, **group)
             case "all_to_all":
-                return partial(dist.all_to_all_single, out, data)
+                return partial(dist.all_to_all_single, out, data, **group)
             case "sendrecv":
                 to, source = (me + 1) % n, (me - 1) % n
+                return (
+                    _both_at_once(data, to, out, source, self._group)
+                    if group
+                    else _both(data, to, out, source)
+                )
+        raise ValueError(f"{self.name}: no call for collective {shape.collective!r}")
 
-                def send_and_recv() -> None:
-                    work = dist.isend(data, to)
-                    dist.recv(out, source)
-                    if work is not None:
-                        work.wait()
 
-                return send_and_recv
-        raise ValueError(f"gloo: no call for collective {shape.collective!r}")
+def _both(data: torch.Tensor, to: int, out: torch.Tensor, source: int) -> Call:
+    def send_and_recv() -> None:
+        work = dist.isend(data, to)
+        dist.recv(out, source)
+        if work is not None:
+            work.wait()
+
+    return send_and_recv
+
+
+def _both_at_once(data: torch.Tensor, to: int, out: torch.Tensor, source: int, group: Any) -> Call:
+    """In one NCCL group: one after the other, ranks that all send first would wait for ever."""
+    pair = [dist.P2POp(dist.isend, data, to, group), dist.P2POp(dist.irecv, out, source, group)]
+
+    def send_and_recv() -> None:
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+
+    return send_and_recv
+
+
+class SymmetricMemory:
+    """torch's own kernels on peers' memory (torch.ops.symm_mem): sums, all_reduce; one-shot or two-shot."""
+
+    name = "torch-symm-mem"
+
+    def __init__(self, memory: Memory, call: Any, place: str) -> None:
+        """``call(data, out)`` is made out of place or in place, as ``place`` says."""
+        self.memory, self._call, self._place = memory, call, place
+
+    @classmethod
+    def both(cls, group: Any, n_bytes: int, device: torch.device) -> tuple[list[SymmetricMemory], str]:
+        """The two, over the NCCL group; or why torch has them not here. Collective."""
+        ops: Any = torch.ops.symm_mem
+        name = group.group_name
+        try:
+            symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
+            buffers = [symmetric.empty(n_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+            for buffer in buffers:
+                symmetric.rendezvous(buffer, name)
+            one, two = ops.one_shot_all_reduce_out, ops.two_shot_all_reduce_
+        except (ImportError, AttributeError, RuntimeError, TypeError) as error:
+            return [], f"{cls.name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        return [
+            cls(Memory("one-shot", *buffers), lambda data, out: one(data, "sum", name, out), "out"),
+            cls(Memory("two-shot", *buffers), lambda data, _: two(data, "sum", name), "in"),
+        ], ""
+
+    def bind(self, slots: Slots, k: int) -> Call | None:
+        """See ``Library.bind``."""
+        contents = slots.contents
+        if (contents.shape.collective, contents.op, slots.place) != ("all_reduce", "sum", self._place):
+            return None
+        return partial(self._call, *slots.pairs[k])
 
 
 class Mpi:

@@ -39,7 +39,8 @@ DTYPES = (
 )
 OPS = ("sum", "product", "min", "max", "avg", "band", "bor", "bxor", "premul_sum")
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce")
-PEERS = ("gloo", "mpi")
+#: Where the tensors are -> what pycomm can be compared with there.
+PEERS = {"cpu": ("gloo", "mpi"), "cuda": ("nccl", "torch-symm-mem")}
 BUFFERS = ("ordinary", "arena")
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -84,11 +85,13 @@ class Options:
         root: the root rank, for the collectives that have one.
         n_iters: timed iterations for each case and size, at most (the time limit may end them earlier).
         n_warmup: untimed iterations before.
-        peers: of ``gloo`` and ``mpi``, measured interleaved with pycomm.
+        peers: of ``gloo`` and ``mpi``, on CUDA of ``nccl`` and ``torch-symm-mem``, measured in turns with
+            pycomm.
         buffers: of ``ordinary`` and ``arena``: what pycomm is measured on; empty: only peers and the limit.
-        algorithm: handed to pycomm, ``None`` for its own choice.
+        algorithm: handed to pycomm, ``None`` for its own choice; on CUDA measured beside its own choice.
         max_seconds: bound on the measuring time of the whole run, shared evenly by the sizes left; at least
             three rounds over all cases are made for each size, so a slow library can exceed it.
+        device: ``cpu`` or ``cuda``: where the tensors are; on CUDA a rank has a GPU.
     """
 
     collective: str = "all_reduce"
@@ -105,6 +108,7 @@ class Options:
     buffers: tuple[str, ...] = BUFFERS
     algorithm: str | None = None
     max_seconds: float = 60.0
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         """Checks every field.
@@ -113,17 +117,19 @@ class Options:
             ValueError: a field is out of its range; the message names the field, what it was and may be.
         """
         _one_of("collective", self.collective, COLLECTIVES)
+        _one_of("device", self.device, tuple(PEERS))
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("op", self.op, OPS)
         if self.collective in _REDUCING:
             _one_of(f"op for {self.dtype}", self.op, tuple(_C.kernels.defined_ops(self.dtype).split(", ")))
         if self.algorithm is not None:
             known = [str(a.name) for a in _C.schedule.catalog() if a.collective == self.collective]
+            known += self._device_ways() if known else []
             if not known:
                 raise ValueError(f"algorithm {self.algorithm!r}: {self.collective} has none to choose from")
             _one_of(f"algorithm for {self.collective}", self.algorithm, tuple(known))
         for peer in self.peers:
-            _one_of("peer", peer, PEERS)
+            _one_of("peer", peer, PEERS[self.device])
         for kind in self.buffers:
             _one_of("buffer", kind, BUFFERS)
         _at_least("min_bytes", self.min_bytes, 1)
@@ -135,6 +141,22 @@ class Options:
         _at_least("root", self.root, 0)
         if not self.max_seconds > 0:
             raise ValueError(f"max_seconds {self.max_seconds}: expected a positive number of seconds")
+
+    def _device_ways(self) -> list[str]:
+        """Beside the catalog's; csrc/engine/device_engine.h."""
+        if self.device == "cpu":
+            return []
+        two = self.collective in ("all_reduce", "broadcast")
+        return ["nccl", "peer", *(["peer_one_shot", "peer_two_shot"] if two else [])]
+
+    def beside(self) -> str | None:
+        """The name in the report of pycomm with ``algorithm``, where it is measured beside its own choice."""
+        return f"pycomm/{self.algorithm}" if self.device == "cuda" and self.algorithm is not None else None
+
+    def compared(self) -> tuple[str, ...]:
+        """The libraries that the table has columns for, beside pycomm's own choice."""
+        extra = self.beside()
+        return self.peers if extra is None else (extra, *self.peers)
 
     def sizes(self) -> list[int]:
         """The sweep: ``min_bytes * factor**k`` up to ``max_bytes``."""

@@ -15,6 +15,9 @@ _STYLES = {
     ("pycomm", "ordinary"): ("#1f77b4", "-", "o"),
     ("gloo", "ordinary"): ("#d62728", "-", "s"),
     ("mpi", "ordinary"): ("#ff7f0e", "-", "^"),
+    ("nccl", "ordinary"): ("#76b900", "-", "s"),
+    ("torch-symm-mem", "one-shot"): ("#ee4c2c", "-", "^"),
+    ("torch-symm-mem", "two-shot"): ("#ee4c2c", "--", "v"),
     ("limit", "probe"): ("#555555", "--", ""),
 }
 
@@ -42,6 +45,7 @@ def plot(report: Report, path: Path) -> None:
         if not found:
             continue
         label = f"pycomm, {kind} tensors" if library == "pycomm" else library
+        label += f", {kind}" if library == "torch-symm-mem" else ""
         sizes = [n_bytes for n_bytes, _ in found]
         style = {"color": color, "linestyle": line, "marker": marker, "markersize": 4, "label": label}
         bandwidth.plot(sizes, [m.busbw for _, m in found], **style)
@@ -56,7 +60,9 @@ def plot(report: Report, path: Path) -> None:
         axes.grid(True, which="both", alpha=0.25)
     bandwidth.legend(fontsize=8)
     figure.suptitle(
-        f"{options.collective}, {report.n_ranks} ranks, {options.dtype}, buffers rewritten before each call",
+        f"{options.collective}, {report.n_ranks} ranks, {options.dtype}, "
+        + ("buffers rewritten before each call" if options.device == "cpu" else "CUDA tensors")
+        + (f"\n{report.warning}" if report.warning else ""),
         fontsize=10,
     )
     figure.savefig(path, dpi=130)

@@ -21,12 +21,14 @@ class Measurement:
     """One library on one kind of buffer, in or out of place, at one size.
 
     Attributes:
-        library: ``pycomm``, ``gloo``, ``mpi`` or ``limit`` (the zero-copy memory probe).
-        buffer: ``ordinary``, ``arena``, or ``probe`` for the limit's own shared pages.
+        library: ``pycomm``, ``pycomm/NAME`` (with that algorithm), a peer, or ``limit`` (the zero-copy memory
+            probe).
+        buffer: ``ordinary``, ``arena``, ``probe`` for the limit's own shared pages, or which of
+            ``torch-symm-mem``'s kernels it is, ``one-shot`` or ``two-shot``, each on memory of its own kind.
         place: ``out`` or ``in``.
         time_us: median of a call on dirtied buffers; ``best_us``, ``p90_us``: minimum and 90th percentile.
-        hot_us: median of a call in a loop on the same buffers.
-        n_samples: timed iterations behind ``time_us``.
+        hot_us: median of a call in a loop on the same buffers; on CUDA all times are of such loops.
+        n_samples: timed iterations behind ``time_us``; on CUDA loops.
         algbw, busbw, hot_busbw: GB/s, of the medians.
         wrong: elements that differ from the exact result, added up over ranks and checked calls.
     """
@@ -79,13 +81,19 @@ class Row:
 
 @dataclasses.dataclass
 class Report:
-    """A whole run. ``notes`` says what was left out and why, one sentence each."""
+    """A whole run.
+
+    Attributes:
+        notes: what was left out and why, one sentence each.
+        warning: why the times do not say what a reader would take them to say; "" when they do.
+    """
 
     options: Options
     n_ranks: int
     machine: dict[str, str]
     rows: list[Row] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    warning: str = ""
 
     def n_wrong(self) -> int:
         """Wrong elements over all measurements: 0 for a run whose numbers mean something."""
@@ -109,4 +117,4 @@ class Report:
             for row in fields["rows"]
         ]
         options = Options.from_json(json.dumps(fields["options"]))
-        return cls(options, fields["n_ranks"], fields["machine"], rows, fields["notes"])
+        return cls(options, fields["n_ranks"], fields["machine"], rows, fields["notes"], fields["warning"])

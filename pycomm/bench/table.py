@@ -1,7 +1,7 @@
 """nccl-tests' table as text: the header, the lines of one size, and the closing figures.
 
-One line for each size and kind of pycomm's buffers: nccl-tests' columns out of place and in place, each with
-a hot column; then every peer's fastest call and ``x``, its time divided by pycomm's in the same run.
+One line for each size and kind of pycomm's buffers: nccl-tests' columns out of place and in place, on the CPU
+each with a hot column; then every peer's fastest call and ``x``, its time divided by pycomm's in that run.
 """
 
 from __future__ import annotations
@@ -16,29 +16,41 @@ __all__ = ["footer", "header", "ratio", "row_lines"]
 
 NEAR_EXCHANGE_US = 0.16  # two cores that share a cache exchange flags faster than this
 
-_BLANK = f"{'-':>9} {'-':>7} {'-':>7} {'-':>7} {'-':>9}"
+_WHAT = {
+    "cpu": (
+        "# time: median over iterations of the slowest rank's own time, buffers rewritten before each call;",
+        "# hot: in a loop without rewriting; x: peer's fastest time / pycomm's in place (else out of place)",
+    ),
+    "cuda": (
+        "# time: of a call in a loop of calls, by CUDA events on the slowest rank; the median over loops;",
+        "# x: peer's fastest time / pycomm's in place (else out of place)",
+    ),
+}
 
 
 def header(report: Report) -> str:
     """Everything above the first row."""
     options = report.options
     machine = ", ".join(f"{key} {value}" for key, value in report.machine.items())
-    groups = f"{'out-of-place':^43}  {'in-place':^43}"
-    columns = f"{'time':>9} {'algbw':>7} {'busbw':>7} {'#wrong':>7} {'hot':>9}"
-    units = f"{'(us)':>9} {'(GB/s)':>7} {'(GB/s)':>7} {'':>7} {'(us)':>9}"
+    hot = options.device == "cpu"
+    width = 43 if hot else 33
+    groups = f"{'out-of-place':^{width}}  {'in-place':^{width}}"
+    columns = f"{'time':>9} {'algbw':>7} {'busbw':>7} {'#wrong':>7}" + (f" {'hot':>9}" if hot else "")
+    units = f"{'(us)':>9} {'(GB/s)':>7} {'(GB/s)':>7} {'':>7}" + (f" {'(us)':>9}" if hot else "")
     first = f"{'':64}  {groups}"
     second = f"{_names()}  {columns}  {columns}"
     third = f"{_units()}  {units}  {units}"
-    for peer in options.peers:
+    for peer in options.compared():
         first += f"  {peer:^26}"
         second += f"  {'time':>9} {'busbw':>7} {'x':>8}"
         third += f"  {'(us)':>9} {'(GB/s)':>7} {'':>8}"
     lines = [
         f"# {options.collective}, {report.n_ranks} ranks, {options.dtype}"
-        + (f", {options.op}" if options.collective in REDUCES else ""),
+        + (f", {options.op}" if options.collective in REDUCES else "")
+        + (", CUDA tensors" if options.device == "cuda" else ""),
         f"# {machine}",
-        "# time: median over iterations of the slowest rank's own time, buffers rewritten before each call;",
-        "# hot: in a loop without rewriting; x: peer's fastest time / pycomm's in place (else out of place)",
+        *([f"# *** {report.warning}"] if report.warning else []),
+        *_WHAT[options.device],
         "#",
         f"#{first}",
         f"#{second}",
@@ -63,9 +75,9 @@ def row_lines(report: Report, row: Row) -> list[str]:
         ours = {m.place: m for m in row.measurements if m.library == "pycomm" and m.buffer == kind}
         line = (
             f" {row.n_bytes:>11} {row.count:>11} {options.dtype:>13} {_op(options):>8} {_root(options):>4}"
-            f" {kind:>10}  {_cells(ours.get('out'))}  {_cells(ours.get('in'))}"
+            f" {kind:>10}  {_cells(ours.get('out'), options)}  {_cells(ours.get('in'), options)}"
         )
-        for peer in options.peers:
+        for peer in options.compared():
             best = row.find(peer)
             if best is None:
                 line += f"  {'-':>9} {'-':>7} {'-':>8}"
@@ -99,7 +111,8 @@ def ratio(row: Row, kind: str, other: str, place: str | None = None) -> float | 
 def footer(report: Report) -> str:
     """The closing lines: measured / limit for each size, the regime, wrong results, notes."""
     n_wrong = report.n_wrong()
-    lines = ["#", *_limit_lines(report), "#", *_regime_lines(report)]
+    on_cpu = report.options.device == "cpu"
+    lines = ["#", *_limit_lines(report), "#", *_regime_lines(report)] if on_cpu else ["#"]
     lines.append(f"# wrong elements: {n_wrong} {'OK' if n_wrong == 0 else 'FAILED'}")
     lines += [f"#   {line}" for line in _wrong_lines(report)]
     for kind in report.options.buffers:
@@ -108,6 +121,7 @@ def footer(report: Report) -> str:
         if busbw:
             lines.append(f"# average bus bandwidth, {kind}: {statistics.mean(busbw):.3f} GB/s")
     lines += [f"# note: {note}" for note in report.notes]
+    lines += [f"# *** {report.warning}"] if report.warning else []
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -159,10 +173,12 @@ def _wrong_lines(report: Report) -> list[str]:
     ]
 
 
-def _cells(m: Measurement | None) -> str:
+def _cells(m: Measurement | None, options: Options) -> str:
+    hot = options.device == "cpu"
     if m is None:
-        return _BLANK
-    return f"{_number(m.time_us):>9} {m.algbw:>7.2f} {m.busbw:>7.2f} {m.wrong:>7} {_number(m.hot_us):>9}"
+        return f"{'-':>9} {'-':>7} {'-':>7} {'-':>7}" + (f" {'-':>9}" if hot else "")
+    cells = f"{_number(m.time_us):>9} {m.algbw:>7.2f} {m.busbw:>7.2f} {m.wrong:>7}"
+    return cells + (f" {_number(m.hot_us):>9}" if hot else "")
 
 
 def _number(value: float) -> str:

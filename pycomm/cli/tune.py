@@ -69,9 +69,7 @@ def tune(
 def _need_devices() -> None:
     from pycomm import devices
 
-    if devices.is_emulated():
-        os.environ.setdefault("PYCOMM_EMULATED_DEVICE", "rank")
-    if why := devices.why_none():
+    if why := devices.prepare():
         typer.echo(f"pycomm: tune: no CUDA device: {why}", err=True)
         raise typer.Exit(1)
 

@@ -17,7 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 MODULES = """
-  collectives reductions async deterministic tensors tensors_refused refusals groups faults shrink cuda_calls
+  collectives reductions async deterministic tensors tensors_refused refusals groups faults shrink
+  cuda_calls tuning_cuda bench_cuda
   ddp ddp_backwards ddp_compression ddp_models ddp_random ddp_sparse tp_regions
 """
 
@@ -75,6 +76,7 @@ def main(build: Path, arguments: list[str]) -> int:
         "PYCOMM_NCCL_LIB": str(build / "tests/cuda_on_cpu/nccl/libnccl.so.2"),
     }
     modules = [f"tests/python/test_{name}.py" for name in MODULES.split()]
+    modules.append("tests/gpu/test_communicator.py")
     left_out = [f"--deselect=tests/python/{name}" for names in LEFT_OUT.values() for name in names]
     command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", *left_out, *(arguments or ["-n", "2"])]
     if not any(a.startswith("tests/") for a in arguments):

@@ -1,0 +1,215 @@
+"""A Communicator on GPUs: every collective, way and dtype; streams, lifetimes, DDP, graphs.
+
+Run by `make test-gpu`, or with an extension that was built with CUDA: `python -m pytest tests/gpu`. Ranks are
+processes; they share a GPU where there are fewer GPUs than ranks (then NCCL's ways are left out, which NCCL
+2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1 has as well). Expected values are exact: torch's in float64 or int64.
+Where CUDA is emulated what needs no stream runs as well (tests/cuda_on_cpu/run_python.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import pycomm
+from cases import check, expected, values
+from pycomm import devices
+from pycomm.calling import KINDS
+from ranks import run_ranks
+
+WHY = devices.why_none()
+pytestmark = [
+    pytest.mark.skipif(bool(WHY), reason=f"no GPU: {WHY}"),
+    pytest.mark.timeout(300),
+]
+needs_streams = pytest.mark.skipif(devices.is_emulated(), reason="torch has no streams on emulated devices")
+RANKS = sorted({2, 3, min(8, max(2, devices.count()))}) if not devices.is_emulated() else [2, 3]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32)
+COUNTS = (1, 9_001) if devices.is_emulated() else (1, 1_003, 70_001, 5_000_011)
+
+
+def ways(comm: pycomm.Communicator, device: torch.device, name: str) -> list[str | None]:
+    """None: the communicator's choice. Collective."""
+    comm.all_reduce(torch.ones(1, device=device))
+    return [None, *comm._c.device_algorithms(KINDS[name])]
+
+
+# ---- every collective ----------------------------------------------------------------------------------
+
+
+def collectives(rank: int, size: int, dtype: torch.dtype, count: int) -> None:
+    device = devices.take()
+    with pycomm.init(timeout=120) as comm:
+        inputs = [values(q, count, dtype) for q in range(size)]
+        total, whole, mine = expected("sum", inputs), torch.cat(inputs), inputs[rank].to(device)
+
+        def new(n: int) -> torch.Tensor:
+            return torch.empty(n, dtype=dtype, device=device)
+
+        calls: dict[str, Callable[[str | None], tuple[torch.Tensor, torch.Tensor]]] = {
+            "all_reduce": lambda way: (comm.all_reduce(mine, out=new(count), algorithm=way), total),
+            "reduce_scatter": lambda way: (
+                comm.reduce_scatter(new(count), torch.cat([mine] * size), algorithm=way),
+                total,
+            ),
+            "all_gather": lambda way: (comm.all_gather(new(size * count), mine, algorithm=way), whole),
+            "broadcast": lambda way: (comm.broadcast(mine.clone(), size - 1, algorithm=way), inputs[-1]),
+            "reduce": lambda way: (
+                comm.reduce(mine.clone(), 0, out=new(count), algorithm=way) if rank == 0
+                else comm.reduce(mine, 0, algorithm=way) or mine,
+                total if rank == 0 else inputs[rank],
+            ),
+            "gather": lambda way: (
+                comm.gather(mine, new(size * count) if rank == 0 else None, 0, algorithm=way)
+                if rank == 0 else comm.gather(mine, None, 0, algorithm=way) or mine,
+                whole if rank == 0 else inputs[rank],
+            ),
+            "scatter": lambda way: (
+                comm.scatter(new(count), whole.to(device) if rank == 0 else None, 0, algorithm=way),
+                inputs[rank],
+            ),
+        }  # fmt: skip
+        for name, call in calls.items():
+            for way in ways(comm, device, name):
+                got, want = call(way)
+                check(got.cpu(), want, name, way, rank)
+        if "nccl" in comm._c.device_algorithms(KINDS["all_reduce"]):
+            blocks = torch.cat([values(size * rank + q, count, dtype) for q in range(size)]).to(device)
+            want = torch.cat([values(size * q + rank, count, dtype) for q in range(size)])
+            check(comm.all_to_all(new(size * count), blocks).cpu(), want, "all_to_all", rank)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", RANKS)
+def test_every_collective_by_every_way(size: int, dtype: torch.dtype, count: int) -> None:
+    run_ranks(size, collectives, dtype, count, timeout=240)
+
+
+def tensors(rank: int, size: int) -> None:
+    device = devices.take()
+    where = f"cuda:{rank}" if devices.is_emulated() else device
+    with pycomm.init(timeout=120) as comm:
+        odd = values(rank, 2_002, torch.float32).to(device)[1::2]  # staged: not contiguous
+        want = expected("sum", [values(q, 2_002, torch.float32)[1::2] for q in range(size)])
+        check(comm.all_reduce(odd).cpu(), want, "strided")
+        pieces = [values(rank + k, 100 + k, torch.bfloat16).to(device) for k in range(40)]  # one packed call
+        comm.all_reduce(pieces, "max")
+        for k, piece in enumerate(pieces):
+            want = expected("max", [values(q + k, 100 + k, torch.bfloat16) for q in range(size)])
+            check(piece.cpu(), want, "piece", k)
+        if "peer" in comm._c.device_algorithms(KINDS["all_reduce"]):
+            arena = comm.empty(5_001, device=where).copy_(values(rank, 5_001, torch.float32))
+            want = expected("sum", [values(q, 5_001, torch.float32) for q in range(size)])
+            check(comm.all_reduce(arena).cpu(), want, "arena")
+        child = comm.split(0, -rank)
+        assert child is not None
+        check(child.all_reduce(torch.ones(7, device=device)).cpu(), torch.full((7,), float(size)), "child")
+
+
+@pytest.mark.parametrize("size", RANKS)
+def test_layouts_lists_memory_of_its_own_and_children(size: int) -> None:
+    run_ranks(size, tensors, timeout=240)
+
+
+# ---- streams --------------------------------------------------------------------------------------------
+
+
+def streams(rank: int, size: int) -> None:
+    """No synchronisation anywhere but in the comparisons at the end."""
+    device = devices.take()
+    n = 1 << 22
+    with pycomm.init(timeout=120) as comm:
+        side = torch.cuda.Stream(device)
+        results = []
+        for k in range(8):
+            with torch.cuda.stream(side if k % 2 else torch.cuda.current_stream(device)):
+                torch.cuda._sleep(5_000_000)  # a few milliseconds: the call must wait for what fills x
+                x = torch.full((n,), float(rank + k), device=device)
+                comm.all_reduce(x)
+                results.append(x * 2)  # behind the call, on the stream it was made on
+                x.fill_(-1.0)
+        works = []
+        for k in range(8):
+            y = torch.full((n,), float(rank + k), device=device)
+            works.append(comm.all_reduce(y, async_op=True))
+            del y  # freed while the call may not have begun
+            torch.full((n,), -7.0, device=device)  # and its memory, if torch gave it away, written over
+        for work in works:
+            work.wait()
+            results.append(work.result() * 2)
+        for k, got in enumerate(results):
+            want = 2.0 * (sum(range(size)) + size * (k % 8))
+            assert bool((got == want).all()), (k, got[:4], want)
+
+
+@needs_streams
+@pytest.mark.parametrize("size", RANKS)
+def test_streams_order_calls_and_keep_tensors(size: int) -> None:
+    run_ranks(size, streams, timeout=240)
+
+
+# ---- training -------------------------------------------------------------------------------------------
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)).double()
+
+
+def train(rank: int, size: int) -> list[torch.Tensor]:
+    device = devices.take()
+    batches = [torch.linspace(-1, 1, 32 * 4, dtype=torch.float64).view(4, 32) * (q + 1) for q in range(size)]
+    plain = model().to(device)
+    with pycomm.init(timeout=120) as comm:
+        ddp = pycomm.DistributedDataParallel(copy.deepcopy(plain), communicator=comm)
+        for net, batch in ((ddp, batches[rank]), (plain, torch.cat(batches))):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                net(batch.to(device)).square().mean().backward()
+                optimizer.step()
+        for got, want in zip(ddp.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        return [p.detach().cpu() for p in ddp.parameters()]
+
+
+@pytest.mark.parametrize("size", RANKS)
+def test_ddp_equals_one_process(size: int) -> None:
+    found = run_ranks(size, train, timeout=240)
+    assert all(torch.equal(a, b) for other in found for a, b in zip(other, found[0], strict=True))
+
+
+# ---- graphs ---------------------------------------------------------------------------------------------
+
+
+def captured(rank: int, size: int) -> None:
+    device = devices.take()
+    with pycomm.init(timeout=120) as comm:
+        for way in [
+            w for w in ways(comm, device, "all_reduce") if w in ("peer_one_shot", "peer_two_shot", "nccl")
+        ]:
+            x = torch.ones(70_001, device=device)
+            comm.all_reduce(x, algorithm=way)  # opens what a capture may not
+            torch.cuda.synchronize(device)
+            comm.barrier()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                comm.all_reduce(x, algorithm=way)
+            for k in range(3):
+                x.fill_(float(rank + k))
+                graph.replay()
+                assert bool((x == float(sum(range(size)) + size * k)).all()), (way, k, x[:4])
+            torch.cuda.synchronize(device)
+            comm.barrier()
+            del graph
+
+
+@needs_streams
+@pytest.mark.parametrize("size", RANKS)
+def test_all_reduce_in_a_graph(size: int) -> None:
+    run_ranks(size, captured, timeout=240)
