@@ -1,4 +1,4 @@
-"""Learning rates for larger global batches.
+"""Learning rates for larger global batches, and the norm of all gradients in one pass.
 
 With n replicas a step averages over n times as many samples. Two rules say how the learning rate should
 follow: *linear*, lr · n (P. Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017,
@@ -10,13 +10,19 @@ with a warm-up that begins at the rate of one replica (Goyal et al., section 2.2
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-__all__ = ["LRScaling", "scale_lr", "scaling_of"]
+from pycomm import _C
+from pycomm.placement import cuda_index, current_stream
+
+__all__ = ["LRScaling", "clip_grad_norm_", "scale_lr", "scaling_of"]
 
 Rule = Literal["linear", "sqrt"]
 
@@ -122,3 +128,88 @@ def scaling_of(optimizer: Optimizer) -> LRScaling | None:
             size, rule = int(group[_SIZE]), _RULES[int(group[_RULE])]
             return LRScaling(size, rule, _factor(size, rule), int(group[_WARMUP]))
     return None
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` of the 2-norm, which is added up in float64.
+
+    Local: after a backward of ``DistributedDataParallel`` all ranks have the same gradients, and get the same
+    bits here. (A model cut over ranks has ``pycomm.tensor_parallel.clip_grad_norm_``.) On CUDA the squares of
+    about 128 gradients, and how many of their elements are not finite, are one launch, and the host waits for
+    nothing, unless it is to raise.
+
+    Args:
+        parameters: whose gradients are clipped, of floating or complex dtypes, dense, on one device or more;
+            those without a gradient are left out.
+        max_norm: what the norm is cut down to: gradients are multiplied by max_norm / (norm + 1e-6), at
+            most 1.
+        error_if_nonfinite: raise where an element is infinite or NaN, and change nothing; else gradients
+            become NaN or 0 as torch's do.
+
+    Returns:
+        The norm before, float64 without dimensions, on the device of the first gradient; 0 on the CPU
+        without any.
+
+    Raises:
+        TypeError: a gradient is sparse.
+        RuntimeError: elements are not finite, when asked; the message says how many.
+
+    Example:
+        >>> import torch, pycomm.optim
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> pycomm.optim.clip_grad_norm_([weight], max_norm=1.0)
+        tensor(5., dtype=torch.float64)
+    """
+    given = [parameters] if isinstance(parameters, Tensor) else parameters
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for place, parameter in enumerate(given):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"clip_grad_norm_: the gradient of parameter {place} is {gradient.layout}, expected a dense "
+                "one; leave the parameter out, or make its layer with sparse=False"
+            )
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient.detach())
+    first = next(iter(alike), (torch.device("cpu"), torch.float64))[0]
+    squares = torch.zeros((), dtype=torch.float64, device=first)
+    n_nonfinite = torch.zeros((), dtype=torch.int64, device=first)
+    for gradients in alike.values():
+        added, n_odd = _squares(gradients)
+        squares += added.to(first)
+        n_nonfinite += n_odd.to(first)
+    norm = squares.sqrt()
+    if error_if_nonfinite and int(n_nonfinite) > 0:
+        raise RuntimeError(
+            f"clip_grad_norm_: {int(n_nonfinite)} elements of the gradients are infinite or NaN, so they "
+            "cannot be clipped; find the first with torch.autograd.detect_anomaly, or pass "
+            "error_if_nonfinite=False"
+        )
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for (device, _), gradients in alike.items():
+        torch._foreach_mul_(gradients, factor.to(device))
+    return norm
+
+
+def _squares(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The sum of the squares of gradients of one dtype and device, and how many elements are not finite."""
+    dtype = gradients[0].dtype
+    device = cuda_index(gradients[0])
+    if device < 0:
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        norms = [torch.linalg.vector_norm(g, dtype=wide) for g in gradients]
+        odd = [g.numel() - torch.isfinite(g).sum() for g in gradients]
+        return torch.stack(norms).square().sum(), torch.stack(odd).sum()
+    name = str(dtype).removeprefix("torch.")
+    plain = [g.resolve_conj().resolve_neg().contiguous() for g in gradients]
+    blocks = [(g.data_ptr(), g.numel()) for g in plain]
+    n_words = _C.cuda.norm_workspace_bytes(name, blocks) // 8
+    workspace = torch.empty(n_words, dtype=torch.int64, device=plain[0].device)
+    result = torch.empty(2, dtype=torch.int64, device=plain[0].device)
+    stream = current_stream(device)
+    _C.cuda.norm(name, blocks, workspace.data_ptr(), result.data_ptr(), device, stream)
+    return result[:1].view(torch.float64)[0], result[1]

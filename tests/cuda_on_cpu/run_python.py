@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 MODULES = """
   collectives reductions async deterministic tensors tensors_refused refusals groups faults shrink
-  cuda_calls tuning_cuda bench_cuda
-  ddp ddp_backwards ddp_compression ddp_models ddp_random ddp_sparse tp_regions
+  cuda_calls tuning_cuda bench_cuda cuda_kernels
+  ddp ddp_backwards ddp_codes ddp_compression ddp_emulated ddp_models ddp_options ddp_random ddp_sparse
+  ddp_sync_batch_norm tp_regions
 """
 
 # What CUDA means differently, by reason.

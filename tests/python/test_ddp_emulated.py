@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_optim import check_clipping
 
 import ddp_models
 import pycomm
@@ -71,3 +72,8 @@ def test_a_gpt_learns_alike_with_compression() -> None:
     assert 0 < off < 0.01 * way
     for mine, theirs in zip(found[0][1], found[1][1], strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_clipping_on_a_device_is_torchs_in_float64() -> None:
+    assert run_ranks(2, check_clipping, env=ON_DEVICE) == [0, 1]
+    assert run_ranks(1, check_clipping, env=ON_HOST) == [-1]

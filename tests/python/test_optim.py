@@ -1,4 +1,4 @@
-"""pycomm.optim.scale_lr: the two rules, the warm-up, checkpoints, composition, refusals."""
+"""pycomm.optim: scale_lr (rules, warm-up, checkpoints, composition, refusals), and clip_grad_norm_."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import SequentialLR, StepLR
 
-from pycomm.optim import scale_lr, scaling_of
+from pycomm import _C
+from pycomm.optim import clip_grad_norm_, scale_lr, scaling_of
 
 
 def sgd(*rates: float) -> torch.optim.SGD:
@@ -119,3 +120,61 @@ def test_a_rate_that_was_loaded_is_not_scaled_twice():
     scale_lr(resumed, world_size=4, rule="sqrt", warmup_steps=2)
     resumed.load_state_dict(saved)
     assert [g["lr"] for g in resumed.param_groups] == [g["lr"] for g in first.param_groups]
+
+
+def make_gradients(dtypes: list[torch.dtype], seed: int = 5) -> list[torch.nn.Parameter]:
+    """Parameters of several shapes, each with a gradient; one is transposed, one has none."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for dtype in dtypes:
+        for shape in ((), (0,), (7, 5), (2, 3, 4), (1000,)):
+            parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+            parameter.grad = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+            if len(shape) == 2:
+                parameter.grad = parameter.grad.t().contiguous().t()
+            made.append(parameter)
+    return [*made, torch.nn.Parameter(torch.ones(3))]
+
+
+def check_clipping(rank: int = 0, size: int = 1) -> int:
+    """Against torch's in float64; returns the emulated device that the gradients were on."""
+    for dtypes in ([torch.float32], [torch.float64, torch.bfloat16], [torch.float16, torch.complex64]):
+        parameters = make_gradients(dtypes)
+        wide = [torch.nn.Parameter(p.detach().to(torch.complex128)) for p in parameters]
+        for copy, parameter in zip(wide, parameters, strict=True):
+            copy.grad = None if parameter.grad is None else parameter.grad.to(torch.complex128)
+        wanted = nn.utils.clip_grad_norm_(wide, 2.5).real
+        norm = clip_grad_norm_(parameters, 2.5)
+        assert (norm.dtype, norm.shape) == (torch.float64, ())
+        assert float(norm) == pytest.approx(float(wanted), rel=1e-13)
+        for copy, parameter in zip(wide, parameters, strict=True):
+            if parameter.grad is None:
+                assert copy.grad is None
+                continue
+            found, exact = parameter.grad.to(torch.complex128), copy.grad
+            assert parameter.grad.dtype is parameter.dtype
+            assert ((found - exact).abs() <= 2 * torch.finfo(parameter.dtype).eps * exact.abs() + 1e-7).all()
+    parameters = make_gradients([torch.float32])
+    before = [p.grad.clone() for p in parameters if p.grad is not None]
+    assert float(clip_grad_norm_(parameters, 1e9, error_if_nonfinite=True)) > 1
+    after = [p.grad for p in parameters if p.grad is not None]
+    assert all(map(torch.equal, before, after))  # a factor of 1
+    after[-1][3], after[-2][1, 1, 1] = float("nan"), float("inf")
+    before = [g.clone() for g in after]
+    with pytest.raises(RuntimeError, match="2 elements of the gradients are infinite or NaN"):
+        clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
+    assert not torch.isfinite(clip_grad_norm_(parameters, 1.0))
+    return _C.cuda.emulated_device()
+
+
+def test_clipping_is_torchs_in_float64():
+    check_clipping()
+    assert float(clip_grad_norm_([], 1.0)) == 0.0
+    lone = torch.nn.Parameter(torch.zeros(2))
+    lone.grad = torch.tensor([3.0, 4.0])
+    assert float(clip_grad_norm_(lone, 1.0)) == 5.0
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match=r"parameter 0 is torch.sparse_coo, expected a dense one"):
+        clip_grad_norm_(table.parameters(), 1.0)
