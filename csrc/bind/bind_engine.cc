@@ -89,7 +89,7 @@ py::object call(PyCommunicator& self, int kind, py::object in, py::object out, c
   const bool large = c.in.n_elems() + c.out.n_elems() > kKeepGilBytes / dtype_size(c.sig.dtype);
   if (large || c.device >= 0) hooks.before_block();  // NCCL may have to connect, which knows no hooks
   s = self.comm->run(*request, &hooks);
-  if (s.ok() && request->end != nullptr) s = end_on_host(*request->end, -1, &hooks);
+  if (s.ok() && request->end != nullptr) s = end_on_host(*request->end, &hooks);
   raise_after(hooks, s);
   return py::bool_(true);
 }
@@ -100,7 +100,7 @@ py::object point_to_point(PyCommunicator& self, bool is_send, py::object tensor,
   Layout layout;
   Status s = view_tensor(tensor.ptr(), "tensor", !is_send, &view, &layout);
   // Messages travel through host memory (pycomm/staging.py).
-  const bool elsewhere = DeviceEngine::is_emulated() ? false : view.device >= 0;
+  const bool elsewhere = view.device >= 0 && !DeviceEngine::is_emulated();
   if (s.ok() && (elsewhere || layout == Layout::kNeedsStaging))
     return py::reinterpret_borrow<py::object>(Py_NotImplemented);
   if (s.code() == Code::kInterrupt && PyErr_Occurred() != nullptr) throw py::error_already_set();

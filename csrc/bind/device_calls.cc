@@ -12,12 +12,8 @@ namespace py = pybind11;
 
 namespace pycomm {
 
-Status end_on_host(const DeviceEnd& end, double timeout_s, CallerHooks* hooks) {
-#if defined(PYCOMM_CUDA_EMULATED)
-  return end.wait(timeout_s, hooks);
-#else
-  return Status();
-#endif
+Status end_on_host(const DeviceEnd& end, CallerHooks* hooks) {
+  return DeviceEngine::is_emulated() ? end.wait(-1, hooks) : Status();
 }
 
 PyObject* empty_on_device(PyCommunicator& self, const std::vector<int64_t>& shape, DType dtype,
@@ -93,7 +89,7 @@ bool wait_work(Work& self, double timeout_s, bool host) {
       return false;
     }
   } else if (end != nullptr) {
-    s = end_on_host(*end, -1, &hooks);
+    s = end_on_host(*end, &hooks);
   }
   hooks.acquire();
   void* stream = nullptr;

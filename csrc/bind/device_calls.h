@@ -12,7 +12,7 @@ namespace pycomm {
 
 // Where CUDA is emulated, what follows a call runs on the host, and there is no stream for it to wait on:
 // waits for the end there, and does nothing elsewhere.
-Status end_on_host(const DeviceEnd& end, double timeout_s, CallerHooks* hooks);
+Status end_on_host(const DeviceEnd& end, CallerHooks* hooks);
 
 // A tensor in memory of the device that this communicator's peers reach; collective where it is the first
 // call on CUDA. Null with a Python error.

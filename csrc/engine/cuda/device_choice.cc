@@ -133,16 +133,7 @@ Status DeviceEngine::Impl::supports(const Call& call, uint8_t way) {
   if (sig.kind == CallKind::kAllToAll) return Status();
   if (way == code(DeviceWay::kNccl)) {
     if (sig.compression != Compression::kNone) return no(Code::kValue, "nothing is compressed; use direct");
-    cuda::NativeCall native;
-    native.collective = static_cast<Collective>(sig.kind);
-    native.count = sig.count;
-    native.counts = call.counts;
-    native.dtype = sig.dtype;
-    native.op = sig.op;
-    native.scalar = call.scalar;
-    native.root = sig.root;
-    native.deterministic = sig.deterministic;
-    return cuda::native_supported(native, link.n_ranks);
+    return cuda::native_supported(native_call(call, {}), link.n_ranks);
   }
   const Algorithm& a = catalog()[way];
   if (sig.deterministic && reduces && !a.deterministic) {
@@ -157,11 +148,8 @@ Status DeviceEngine::Impl::supports(const Call& call, uint8_t way) {
 Status DeviceEngine::choose(const DeviceTables& tables, Call* call) const {
   Impl& d = *impl_;
   Signature& sig = call->sig;
-  if (sig.algorithm != code(DeviceWay::kAuto)) {
-    if (d.link.n_ranks == 1) return Status();
-    return d.supports(*call, sig.algorithm);
-  }
   if (d.link.n_ranks == 1) return Status();
+  if (sig.algorithm != code(DeviceWay::kAuto)) return d.supports(*call, sig.algorithm);
   std::vector<uint8_t> order;
   if (sig.kind != CallKind::kAllToAll) {
     const uint64_t n_bytes = sig.count * dtype_size(sig.dtype);

@@ -106,6 +106,7 @@ struct DeviceEngine::Impl {
   Status multiplied_by_peers(const Call& call, const Plain& plain, std::byte* scratch);
   Status by_rounds(const Call& call, const Plain& plain, std::byte* scratch, double timeout_s);
   cuda::RoundsCall rounds_call(const Call& call, const Plain& plain, const cuda::RoundPlan* plan) const;
+  cuda::NativeCall native_call(const Call& call, const Plain& plain) const;
   Status scratch_bytes(const Call& call, size_t* out);
   bool in_place(const Call& call, const Plain& plain) const;
   Status copy(void* to, const void* from, size_t n_bytes) const;

@@ -14,7 +14,6 @@
 namespace pycomm {
 
 namespace {
-uint64_t padded(uint64_t n_bytes) { return (n_bytes + 255) / 256 * 256; }
 bool is_rounds(uint8_t way) { return way < catalog().size(); }
 }  // namespace
 
@@ -63,6 +62,21 @@ cuda::RoundsCall DeviceEngine::Impl::rounds_call(const Call& call, const Plain& 
   return r;
 }
 
+cuda::NativeCall DeviceEngine::Impl::native_call(const Call& call, const Plain& plain) const {
+  cuda::NativeCall native;
+  native.collective = static_cast<Collective>(call.sig.kind);
+  native.in = plain.in;
+  native.out = plain.out;
+  native.count = call.sig.count;
+  native.counts = call.counts;
+  native.dtype = call.sig.dtype;
+  native.op = call.sig.op;
+  native.scalar = call.scalar;
+  native.root = call.sig.root;
+  native.deterministic = call.sig.deterministic;
+  return native;
+}
+
 // One address for what both tensors hold of the vector.
 bool DeviceEngine::Impl::in_place(const Call& call, const Plain& plain) const {
   if (plain.in == nullptr || plain.out == nullptr) return false;
@@ -85,7 +99,8 @@ Status DeviceEngine::Impl::scratch_bytes(const Call& call, size_t* out) {
     }
     const Call sum = as_sum(call);
     const size_t size = dtype_size(sum.sig.dtype);
-    *out = padded(call.in.n_elems() * size) + padded(call.out.n_elems() * size) + staged_bytes(sum);
+    *out = cuda::aligned(call.in.n_elems() * size) + cuda::aligned(call.out.n_elems() * size) +
+           staged_bytes(sum);
     return Status();
   }
   // In place or not, the larger; a copy of the input where the algorithm cannot run in place.
@@ -97,7 +112,7 @@ Status DeviceEngine::Impl::scratch_bytes(const Call& call, size_t* out) {
     PYCOMM_RETURN_IF_ERROR(rounds->scratch_bytes(rounds_call(call, {}, plan), &n));
     *out = std::max(*out, n);
   }
-  *out = padded(*out) + padded(call.in.n_elems() * dtype_size(call.sig.dtype));
+  *out = cuda::aligned(*out) + cuda::aligned(call.in.n_elems() * dtype_size(call.sig.dtype));
   return Status();
 }
 
@@ -113,7 +128,7 @@ Status DeviceEngine::Impl::by_rounds(const Call& call, const Plain& plain, std::
   }
   const cuda::RoundPlan* plan = nullptr;
   PYCOMM_RETURN_IF_ERROR(plan_of(call, call.sig.algorithm, same && !copied, &plan));
-  return rounds->run(rounds_call(call, p, plan), scratch + padded(n_bytes), patience(timeout_s));
+  return rounds->run(rounds_call(call, p, plan), scratch + cuda::aligned(n_bytes), patience(timeout_s));
 }
 
 // The call after the inputs were multiplied.
@@ -127,8 +142,8 @@ Call DeviceEngine::Impl::as_sum(const Call& call) {
 Status DeviceEngine::Impl::multiplied_by_peers(const Call& call, const Plain& plain, std::byte* scratch) {
   const Call sum = as_sum(call);
   const DType from = call.sig.dtype, to = sum.sig.dtype;
-  const size_t n_in = padded(call.in.n_elems() * dtype_size(to));
-  const size_t n_out = padded(call.out.n_elems() * dtype_size(to));
+  const size_t n_in = cuda::aligned(call.in.n_elems() * dtype_size(to));
+  const size_t n_out = cuda::aligned(call.out.n_elems() * dtype_size(to));
   if (to == from) {
     const void* const src = plain.in;
     const cuda::ReduceSegment segment{scratch, &src, call.in.n_elems()};
@@ -145,11 +160,8 @@ Status DeviceEngine::Impl::multiplied_by_peers(const Call& call, const Plain& pl
 
 // The only rank: nothing travels.
 Status DeviceEngine::Impl::alone(const Call& call, const Plain& plain) {
-  const bool reduces = call.sig.kind == CallKind::kAllReduce || call.sig.kind == CallKind::kReduceScatter ||
-                       call.sig.kind == CallKind::kReduce;
   const uint64_t n = call.out.n_elems();
-  if (!reduces || call.sig.op != ReduceOp::kPremulSum)
-    return copy(plain.out, plain.in, n * dtype_size(call.sig.dtype));
+  if (call.sig.op != ReduceOp::kPremulSum) return copy(plain.out, plain.in, n * dtype_size(call.sig.dtype));
   const void* const src = plain.in;
   const cuda::ReduceSegment segment{plain.out, &src, n};
   return cuda::reduce(call.sig.dtype, call.sig.op, {&segment, 1}, 1, call.scalar, stream());
@@ -168,17 +180,7 @@ Status DeviceEngine::Impl::by_way(const Call& call, const Plain& plain, std::byt
     return sig.op == ReduceOp::kPremulSum ? multiplied_by_peers(call, plain, scratch)
                                           : by_peers(call, plain, scratch);
   }
-  cuda::NativeCall native;
-  native.collective = static_cast<Collective>(sig.kind);
-  native.in = plain.in;
-  native.out = plain.out;
-  native.count = sig.count;
-  native.counts = call.counts;
-  native.dtype = sig.dtype;
-  native.op = sig.op;
-  native.scalar = call.scalar;
-  native.root = sig.root;
-  return cuda::run_native(comm, stream(), native, patience(timeout_s));
+  return cuda::run_native(comm, stream(), native_call(call, plain), patience(timeout_s));
 }
 
 bool DeviceEngine::Impl::needs_nccl(const Call& call) const {
@@ -192,8 +194,8 @@ Status DeviceEngine::Impl::all_scratch_bytes(const Call& call, size_t* packed_in
   // In place, in pieces: in place in scratch, too.
   const bool shared = !call.in.single() && !call.out.single() && call.in.n_elems() == call.out.n_elems() &&
                       call.in.data() == call.out.data();
-  *packed_in = call.in.single() ? 0 : padded(call.in.n_elems() * size);
-  *packed_out = call.out.single() || shared ? 0 : padded(call.out.n_elems() * size);
+  *packed_in = call.in.single() ? 0 : cuda::aligned(call.in.n_elems() * size);
+  *packed_out = call.out.single() || shared ? 0 : cuda::aligned(call.out.n_elems() * size);
   return scratch_bytes(call, way);
 }
 

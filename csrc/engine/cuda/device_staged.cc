@@ -5,22 +5,19 @@
 //   gather, scatter  an all_gather that only the root keeps; a broadcast of which each rank keeps its part
 //   uneven parts     equal ones of the longest's length, copied in and out
 #include "engine/cuda/device_impl.h"
+#include "engine/cuda/rounds_binding.h"
 
 namespace pycomm {
-
-namespace {
-uint64_t padded(uint64_t n_bytes) { return (n_bytes + 255) / 256 * 256; }
-}  // namespace
 
 size_t DeviceEngine::Impl::staged_bytes(const Call& call) const {
   const size_t size = dtype_size(call.sig.dtype);
   const CallParts parts(call, link.n_ranks);
   const bool root = link.rank == call.sig.root;
-  const uint64_t longest = padded(parts.longest * size);
+  const uint64_t longest = cuda::aligned(parts.longest * size);
   const uint64_t all = parts.longest * size * static_cast<uint64_t>(link.n_ranks);
   switch (call.sig.kind) {
     case CallKind::kReduce: return root ? 0 : call.sig.count * size;
-    case CallKind::kReduceScatter: return parts.equal ? 0 : padded(all) + longest;
+    case CallKind::kReduceScatter: return parts.equal ? 0 : cuda::aligned(all) + longest;
     case CallKind::kAllGather: return parts.equal ? 0 : longest + all;
     case CallKind::kGather: return root && parts.equal ? 0 : longest + all;
     case CallKind::kScatter: return root ? 0 : call.sig.count * size;
@@ -58,7 +55,7 @@ Status DeviceEngine::Impl::by_peers(const Call& call, const Plain& plain, std::b
     case CallKind::kReduceScatter: {
       if (parts.equal)
         return peers->reduce_scatter(plain.in, plain.out, part, sig.dtype, sig.op, scalar, stream());
-      std::byte* const own = scratch + padded(part_bytes * parts.len.size());
+      std::byte* const own = scratch + cuda::aligned(part_bytes * parts.len.size());
       PYCOMM_RETURN_IF_ERROR(each([&](uint64_t uneven, uint64_t even, uint64_t n_bytes) {
         return copy(scratch + even, plain.in + uneven, n_bytes);
       }));
@@ -69,7 +66,7 @@ Status DeviceEngine::Impl::by_peers(const Call& call, const Plain& plain, std::b
     case CallKind::kGather: {
       const bool keep = sig.kind == CallKind::kAllGather || root;
       if (parts.equal && keep) return peers->all_gather(plain.in, plain.out, part_bytes, stream());
-      std::byte* const all = scratch + padded(part_bytes);
+      std::byte* const all = scratch + cuda::aligned(part_bytes);
       PYCOMM_RETURN_IF_ERROR(copy(scratch, plain.in, parts.len[mine] * size));
       PYCOMM_RETURN_IF_ERROR(peers->all_gather(scratch, all, part_bytes, stream()));
       if (!keep) return Status();
