@@ -35,5 +35,8 @@ _C.setup(
     torch.is_grad_enabled,
     getattr(torch._C, "_cuda_getCurrentRawStream", None),  # a torch without CUDA has none
 )
-# Where pip puts NCCL (nvidia-nccl-cu12, -cu13).
-_C.cuda.set_nccl_folders([str(folder) for p in sys.path if (folder := Path(p, "nvidia/nccl/lib")).is_dir()])
+if _C.cuda.build() != "off":
+    # Where pip puts NCCL (nvidia-nccl-cu12, -cu13).
+    _C.cuda.set_nccl_folders(
+        [str(folder) for p in sys.path if (folder := Path(p, "nvidia/nccl/lib")).is_dir()]
+    )

@@ -125,6 +125,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status prepare_on_device(Request* request, const char* algorithm);
   Status take_turn(Request* request);
   Status execute_on_device(Request& request, CallerHooks* hooks, double timeout_s);
+  void fail_and_tell(const Status& why);
   Status device_trouble() const;
   Status make_device(int device, CallerHooks* hooks, double timeout_s);
   Status exchange(const void* mine, size_t n_bytes, void* all, CallerHooks* hooks, double timeout_s);

@@ -68,6 +68,11 @@ Status Communicator::exchange(const void* mine, size_t n_bytes, void* all, Calle
   return execute(r, hooks);
 }
 
+void Communicator::fail_and_tell(const Status& why) {
+  group_->fail(why);
+  if (hierarchy_ != nullptr) hierarchy_->remote().tell_now();
+}
+
 // What makes it hopeless to wait for calls that were made.
 Status Communicator::device_trouble() const {
   if (group_->failed()) return group_->failure();
@@ -87,10 +92,7 @@ Status Communicator::make_device(int device, CallerHooks* hooks, double timeout_
   link.describe = [this](int q) { return describe(q); };
   link.trouble = [this] { return device_trouble(); };
   link.poll = [this] { return device_hooks_ != nullptr ? device_hooks_->poll() : Status(); };
-  link.fail = [this](const Status& s) {
-    group_->fail(s);
-    if (hierarchy_ != nullptr) hierarchy_->remote().tell_now();
-  };
+  link.fail = [this](const Status& s) { fail_and_tell(s); };
   PYCOMM_RETURN_IF_ERROR(DeviceEngine::create(group_->node().get(), device, std::move(link), &device_));
   device_now_.store(device_.get(), std::memory_order_release);
   return Status();
@@ -121,10 +123,9 @@ Status Communicator::compare_splits(const Call& call, CallerHooks* hooks, double
 Status Communicator::execute_on_device(Request& request, CallerHooks* hooks, double timeout_s) {
   Call& call = request.call;
   const auto failed = [&](Status s) {  // of this rank alone: the others must not wait
-    group_->fail(s.code() == Code::kInterrupt
-                     ? Status::error(Code::kClosed, call.sig.text() + " was interrupted (Ctrl-C)")
-                     : s.clone());
-    if (hierarchy_ != nullptr) hierarchy_->remote().tell_now();
+    fail_and_tell(s.code() == Code::kInterrupt
+                      ? Status::error(Code::kClosed, call.sig.text() + " was interrupted (Ctrl-C)")
+                      : s.clone());
     return s;
   };
   const std::shared_ptr<DeviceTurn> turn = std::move(request.turn);  // over when this call is issued, or not

@@ -139,6 +139,24 @@ def algorithms(comm: pycomm.Communicator, collective: str) -> list[str]:
     raise AssertionError("an algorithm named 'nonsense' was accepted")
 
 
+def prove(comm: pycomm.Communicator, counts: tuple[int, ...]) -> None:
+    """Every collective that is measured, on vectors of these sizes. A collective call."""
+    for n in counts:
+        x = torch.full((n,), float(comm.rank + 1))
+        comm.all_reduce(x)
+        assert x.unique().tolist() == [comm.size * (comm.size + 1) / 2]
+        comm.broadcast(x.fill_(float(comm.rank)), 0)
+        assert x.unique().tolist() == [0.0]
+        comm.reduce(x.fill_(1.0), 0)
+        assert comm.rank != 0 or x.unique().tolist() == [float(comm.size)]
+        whole = torch.empty(n * comm.size)
+        comm.all_gather(whole, torch.full((n,), float(comm.rank)))
+        assert torch.equal(whole, torch.arange(float(comm.size)).repeat_interleave(n))
+        part = torch.empty(n)
+        comm.reduce_scatter(part, whole)
+        assert part.unique().tolist() == [float(comm.rank * comm.size)]
+
+
 @contextlib.contextmanager
 def raises(kind: type[BaseException], *parts: str) -> Iterator[None]:
     """Exactly this class of error, whose message has all ``parts``."""

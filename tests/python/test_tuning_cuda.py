@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import pycomm
-from cases import raises
+from cases import prove, raises
 from pycomm import _C, cache_files, devices, tuning_cuda
 from pycomm.calling import KINDS
 from ranks import run_ranks
@@ -31,23 +31,8 @@ MIXED = {
 }
 
 
-def prove(comm: pycomm.Communicator) -> None:
-    """Every collective that is measured, below and above the borders of the tables here."""
-    for n in (1, 1_000, 9_001, 40_000):
-        x = torch.full((n,), float(comm.rank + 1))
-        comm.all_reduce(x)
-        assert x.unique().tolist() == [comm.size * (comm.size + 1) / 2]
-        comm.broadcast(x.fill_(float(comm.rank)), 0)
-        assert x.unique().tolist() == [0.0]
-        comm.reduce(x.fill_(1.0), 0)
-        assert comm.rank != 0 or x.unique().tolist() == [float(comm.size)]
-        whole = torch.empty(n * comm.size)
-        comm.all_gather(whole, torch.full((n,), float(comm.rank)))
-        assert torch.equal(whole, torch.arange(float(comm.size)).repeat_interleave(n))
-        part = torch.empty(n)
-        comm.reduce_scatter(part, whole)
-        assert part.unique().tolist() == [float(comm.rank * comm.size)]
-
+COUNTS = (1, 1_000, 9_001, 40_000)
+"""Below and above the borders of the tables here."""
 
 # ---- measured, kept, read ---------------------------------------------------------------------------
 
@@ -58,7 +43,7 @@ def measured(rank: int, size: int) -> tuple[tuning_cuda.Table, dict[str, list[st
         comm.tune(1.0, device="cuda")
         assert comm.deterministic
         comm.deterministic = False
-        prove(comm)
+        prove(comm, COUNTS)
         ways = {name: comm._c.device_algorithms(KINDS[name]) for name in tuning_cuda.MEASURED}
         return tuning_cuda.read(comm), ways
 
@@ -68,10 +53,10 @@ def loaded(rank: int, size: int) -> tuple[tuning_cuda.Table, tuning_cuda.Table, 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with pycomm.init() as comm:
-            prove(comm)
+            prove(comm, COUNTS)
             pair = comm.split(rank // 2)
             assert pair is not None
-            prove(pair)
+            prove(pair, COUNTS)
             return (
                 tuning_cuda.read(comm),
                 tuning_cuda.read(pair),
@@ -156,12 +141,12 @@ def given(rank: int, size: int) -> None:
     with pycomm.init() as comm:
         tuning_cuda.apply(comm, MIXED)
         assert {name: rows for name, rows in tuning_cuda.read(comm).items() if name in MIXED} == MIXED
-        prove(comm)
+        prove(comm, COUNTS)
         child = comm.split(0, -rank)
         assert child is not None and tuning_cuda.read(child) == tuning_cuda.read(comm)
-        prove(child)
+        prove(child, COUNTS)
         comm.deterministic = True  # what the table names is not, in part: another way serves
-        prove(comm)
+        prove(comm, COUNTS)
 
 
 @emulated
@@ -205,7 +190,7 @@ def refused(rank: int, size: int) -> None:
         with raises(ValueError, f"the tables of ranks {others} differ from rank 0's"):
             tuning_cuda.apply(comm, mine)
         assert tuning_cuda.read(comm) == before
-        prove(comm)
+        prove(comm, COUNTS)
 
 
 @emulated

@@ -9,33 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import pycomm
-from cases import raises
+from cases import prove, raises
 from hosts_ranks import PLACEMENTS, join
 from pycomm import _C, tuning, tuning_hosts
 from pycomm.hosts import given_sockets
 from ranks import run_ranks
 
-
-def prove(comm: pycomm.Communicator) -> None:
-    """Every size class of the table, and every collective in it."""
-    for n in (1, 1_000, 50_000, 700_001):
-        x = torch.full((n,), float(comm.rank + 1))
-        comm.all_reduce(x)
-        assert x.unique().tolist() == [comm.size * (comm.size + 1) / 2]
-        comm.broadcast(x.fill_(float(comm.rank)), 0)
-        assert x.unique().tolist() == [0.0]
-        comm.reduce(x.fill_(1.0), 0)
-        assert comm.rank != 0 or x.unique().tolist() == [float(comm.size)]
-        whole = torch.empty(n * comm.size)
-        comm.all_gather(whole, torch.full((n,), float(comm.rank)))
-        assert torch.equal(whole, torch.arange(float(comm.size)).repeat_interleave(n))
-        part = torch.empty(n)
-        comm.reduce_scatter(part, whole)
-        assert part.unique().tolist() == [float(comm.rank * comm.size)]
-
+COUNTS = (1, 1_000, 50_000, 700_001)
+"""Every size class of the table."""
 
 Found = tuple[dict[str, Any], dict[str, Any], str, str]
 
@@ -45,7 +27,7 @@ def measured(rank: int, size: int, placement: list[int], **settings: str) -> Fou
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with join(rank, placement, PYCOMM_TUNE="auto", **settings) as comm:
-            prove(comm)
+            prove(comm, COUNTS)
             file = str(tuning_hosts.cache_file(comm))
             found = tuning_hosts.read(comm), tuning.read(comm)
     return *found, file, " ".join(str(w.message) for w in said if "selection" in str(w.message))
@@ -95,16 +77,16 @@ def test_a_damaged_cache_costs_a_second_not_a_job(tmp_path: Path, table: Any) ->
 
 def given(rank: int, size: int, placement: list[int]) -> None:
     with join(rank, placement, PYCOMM_TUNE="auto", PYCOMM_SOCKETS="2") as comm:
-        prove(comm)
+        prove(comm, COUNTS)
         assert {row[2] for rows in tuning_hosts.read(comm).values() for row in rows} <= {0, 2}
         half = comm.split(0, -comm.rank)
         assert half is not None
         assert tuning_hosts.read(half) == tuning_hosts.read(comm)
         assert tuning.read(half) == tuning.read(comm)
-        prove(half)
+        prove(half, COUNTS)
         local = comm.split(placement[rank])
         assert local is not None
-        prove(local)
+        prove(local, COUNTS)
         with raises(ValueError, "all ranks are on one host"):
             local._c.host_selection(0)
 
@@ -121,7 +103,7 @@ def untuned(rank: int, size: int, placement: list[int]) -> None:
         assert not os.path.exists(tuning_hosts.cache_file(comm))
         comm.tune(0.3)
         assert comm.rank != 0 or os.path.exists(tuning_hosts.cache_file(comm))
-        prove(comm)
+        prove(comm, COUNTS)
 
 
 def test_off_measures_nothing_until_told(tmp_path: Path) -> None:
