@@ -129,10 +129,13 @@ bench: build
 
 # What needs a GPU, built for the GPUs that are here (needs nvcc). Without one test-gpu says "SKIPPED: no GPU: …" and
 # bench-gpu fails with that reason. BENCH_FLAGS: --json, --bytes 64M, --repeats 50 (docs/results/README.md).
+# GPU_PYTHON: another Python than .venv's, whose torch has CUDA, and pytest and pytest-timeout beside it.
+GPU_PYTHON ?= $(BIN)/python
 test-gpu:
 	@reason=$$(tests/gpu/architectures.sh 2>&1 >/dev/null) || { echo "SKIPPED: $$reason"; exit 0; }; \
 	  $(MAKE) --no-print-directory build-gpu && \
-	  PYCOMM_NCCL_LIB=$${PYCOMM_NCCL_LIB:-$$(find $(VENV)/lib -name libnccl.so.2 | head -n 1)} $(BIN)/ctest --preset gpu
+	  PYCOMM_NCCL_LIB=$${PYCOMM_NCCL_LIB:-$$(find $(VENV)/lib -name libnccl.so.2 | head -n 1)} $(BIN)/ctest --preset gpu && \
+	  $(GPU_PYTHON) tests/gpu/run_python.py build/gpu
 
 bench-gpu:
 	@tests/gpu/architectures.sh >/dev/null
@@ -140,7 +143,8 @@ bench-gpu:
 	@for program in build/gpu/bench/cpp/cuda/*_bench; do $$program $(BENCH_FLAGS) || exit 1; done
 
 build-gpu: $(READY)
-	@$(call configure,gpu,-DPYCOMM_CUDA_ARCHITECTURES="$$(tests/gpu/architectures.sh)")
+	@$(call configure,gpu,-DPython_EXECUTABLE=$$(command -v $(GPU_PYTHON)) \
+	  -DPYCOMM_CUDA_ARCHITECTURES="$${GPU_ARCHITECTURES:-$$(tests/gpu/architectures.sh)}")
 	@$(BIN)/cmake --build --preset gpu
 
 clean:

@@ -9,12 +9,12 @@ has that extension.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from python_tree import make_tree
 
 MODULES = """
   collectives reductions async deterministic tensors tensors_refused refusals groups faults shrink
@@ -49,22 +49,6 @@ LEFT_OUT = {
         "test_groups.py::test_many_communicators_are_independent",
     ],
 }
-
-
-def make_tree(build: Path) -> Path:
-    tree = build / "python"
-    shutil.rmtree(tree, ignore_errors=True)
-    package = tree / "pycomm"
-    package.mkdir(parents=True)
-    for path in (ROOT / "pycomm").iterdir():
-        if path.suffix not in (".so", ".pyd") and path.name != "__pycache__":
-            (package / path.name).symlink_to(path)
-    (extension,) = build.glob("_C.*.so")
-    (package / extension.name).symlink_to(extension)
-    for name in ("tests", "bench", "docs", "examples", "csrc", "tools", "README.md"):
-        (tree / name).symlink_to(ROOT / name)
-    shutil.copy(ROOT / "pyproject.toml", tree)  # pytest's root is where it lies
-    return tree
 
 
 def main(build: Path, arguments: list[str]) -> int:
