@@ -43,7 +43,6 @@ STREAMS = (
     "norm_kernel",
     "block_maxima_kernel",
     "quantize_kernel",
-    "combine_kernel",
     "dequantize_kernel",
     "peer_reduce_kernel",
     "peer_copy_kernel",
@@ -60,7 +59,7 @@ NEEDED_BY_PEERS = {
 }
 NEVER_CHANGES = re.compile(r"\bLDG?\.E\.(?:\w+\.)*CONSTANT\b")
 FUSED = re.compile(r"\b[FD]FMA\b")
-DIVIDES = re.compile(r"ScaledSum|BlockInt8|combine_kernel")
+DIVIDES = re.compile(r"ScaledSum|BlockInt8")
 """Kernels whose average or scale is a division, which is a recipe with fused steps."""
 
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")

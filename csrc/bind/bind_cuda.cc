@@ -9,6 +9,7 @@
 // Importing needs no GPU and no driver. In a build without CUDA they raise ValueError.
 #include <pybind11/stl.h>
 
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -115,16 +116,6 @@ void quantize(const std::string& code, uintptr_t codes, uintptr_t src, size_t n_
   });
 }
 
-void combine(const std::string& code, uintptr_t codes, const std::vector<uintptr_t>& srcs, size_t n_elems,
-             uintptr_t maxima, uintptr_t lost, int device, uintptr_t stream) {
-  const DType t = parse_code(code);
-  std::vector<const void*> in;
-  for (const uintptr_t p : srcs) in.push_back(at<const void>(p));
-  put(device, stream, [&](cuda::Stream s) {
-    return cuda::combine(t, at<void>(codes), in, n_elems, at<const float>(maxima), at<float>(lost), s);
-  });
-}
-
 void dequantize(const std::string& code, uintptr_t dst, uintptr_t codes, size_t n_elems, uintptr_t maxima,
                 int device, uintptr_t stream) {
   const DType t = parse_code(code);
@@ -157,8 +148,6 @@ void bind_kernels_of_cuda(py::module_& c) {
         "As _C.kernels.block_maxima.");
   c.def("quantize", &quantize, py::arg("code_dtype"), py::arg("codes"), py::arg("src"), py::arg("n_elems"),
         py::arg("maxima"), py::arg("feedback"), device, stream, "As _C.kernels.quantize.");
-  c.def("combine", &combine, py::arg("code_dtype"), py::arg("codes"), py::arg("srcs"), py::arg("n_elems"),
-        py::arg("maxima"), py::arg("lost"), device, stream, "As _C.kernels.combine, of at most 32 sources.");
   c.def("dequantize", &dequantize, py::arg("code_dtype"), py::arg("dst"), py::arg("codes"),
         py::arg("n_elems"), py::arg("maxima"), device, stream, "As _C.kernels.dequantize.");
   c.def("norm", &norm, py::arg("dtype"), py::arg("tensors"), py::arg("workspace"), py::arg("result"), device,
@@ -172,8 +161,8 @@ void bind_kernels_of_cuda(py::module_& c) {
 #else
 
 void bind_kernels_of_cuda(py::module_& c) {
-  for (const char* name : {"cast", "pack", "unpack", "block_maxima", "quantize", "combine", "dequantize",
-                           "norm", "norm_workspace_bytes"}) {
+  for (const char* name :
+       {"cast", "pack", "unpack", "block_maxima", "quantize", "dequantize", "norm", "norm_workspace_bytes"}) {
     c.def(name, [name](const py::args&, const py::kwargs&) {
       const char* const why = DeviceEngine::why_not_built();
       throw_if_error(Status::error(Code::kValue, format("_C.cuda.%s: %s", name, why)));
@@ -185,6 +174,20 @@ void bind_kernels_of_cuda(py::module_& c) {
 
 }  // namespace
 
+namespace {
+std::map<std::string, std::vector<std::pair<uint64_t, std::string>>> built_in_selection() {
+  std::map<std::string, std::vector<std::pair<uint64_t, std::string>>> all;
+  if (DeviceEngine::why_not_built() != nullptr) return all;
+  const DeviceTables tables;
+  for (int i = 0; i < kNumCollectives; i++) {
+    const auto c = static_cast<Collective>(i);
+    for (const DeviceTables::Row& r : tables.of(c))
+      all[collective_name(c)].emplace_back(r.max_bytes, device_way_name(r.way));
+  }
+  return all;
+}
+}  // namespace
+
 void bind_cuda(py::module_& m) {
   py::module_ c = m.def_submodule("cuda", "The CUDA kernels: whether they were built, for how many devices.");
   c.def("build", &build, "PYCOMM_CUDA of this build: off, on or emulated.");
@@ -194,6 +197,8 @@ void bind_cuda(py::module_& m) {
       "Devices that this process can use; 0 without a GPU, without a driver, or without CUDA in the build.");
   c.def("emulated_device", &emulated_device,
         "The device that the host's tensors are taken to be on, where CUDA is emulated; else -1.");
+  c.def("built_in_selection", &built_in_selection,
+        "Which way serves up to how many bytes where nothing was measured, by collective; {} without CUDA.");
   c.def("why_not_built", &DeviceEngine::why_not_built, "Why there is no CUDA engine; None where there is.");
   bind_kernels_of_cuda(c);
 }

@@ -68,7 +68,7 @@ def test_pack_and_unpack_many_tensors(dtype: torch.dtype) -> None:
     [("int8", 0.0, 1 / 254), ("float8_e4m3fn", 2.0**-4, 2.0**-17), ("float16", 2.0**-11, 2.0**-38)],
 )
 @pytest.mark.parametrize("n", [1, 255, 257, 1000])
-def test_codes_say_the_mean_within_the_bound(code: str, u: float, f: float, n: int) -> None:
+def test_codes_say_the_numbers_within_the_bound(code: str, u: float, f: float, n: int) -> None:
     size, block = 3, _C.kernels.BLOCK_ELEMS
     n_blocks = -(-n // block)
     vectors = [random(n, torch.float32, seed) for seed in range(size)]
@@ -79,29 +79,17 @@ def test_codes_say_the_mean_within_the_bound(code: str, u: float, f: float, n: i
     wanted = padded.view(size, n_blocks, block).amax(dim=2)
     assert torch.equal(torch.stack(each).double(), wanted)
     maxima = wanted.amax(dim=0).float()
-    codes, left = [], []
-    for vector in vectors:
-        kept = vector.clone()
-        code_of = torch.empty(n, dtype=getattr(torch, code))
-        C.quantize(code, code_of.data_ptr(), kept.data_ptr(), n, maxima.data_ptr(), True, *HERE)
-        codes.append(code_of)
-        left.append(kept)
-    decoded = torch.empty(n)
-    C.dequantize(code, decoded.data_ptr(), codes[0].data_ptr(), n, maxima.data_ptr(), *HERE)
+    left, decoded = vectors[0].clone(), torch.empty(n)
+    codes = torch.empty(n, dtype=getattr(torch, code))
+    C.quantize(code, codes.data_ptr(), left.data_ptr(), n, maxima.data_ptr(), True, *HERE)
+    C.dequantize(code, decoded.data_ptr(), codes.data_ptr(), n, maxima.data_ptr(), *HERE)
     largest = maxima.double().repeat_interleave(block)[:n]
     exact = vectors[0].double()
     assert ((decoded.double() - exact).abs() <= u * exact.abs() + (f + 2.0**-22) * largest).all()
     # what the codes do not say is what is left
     assert torch.allclose(
-        decoded.double() + left[0].double(), exact, rtol=0, atol=2.0**-22 * float(largest.max())
+        decoded.double() + left.double(), exact, rtol=0, atol=2.0**-22 * float(largest.max())
     )
-    mean, lost = torch.empty(n, dtype=getattr(torch, code)), torch.zeros(n)
-    sources = [c.data_ptr() for c in codes]
-    C.combine(code, mean.data_ptr(), sources, n, maxima.data_ptr(), lost.data_ptr(), *HERE)
-    C.dequantize(code, decoded.data_ptr(), mean.data_ptr(), n, maxima.data_ptr(), *HERE)
-    stacked = torch.stack(vectors).double()
-    allowed = 2.1 * (u * stacked.abs().mean(dim=0) + (f + 2.0**-22) * largest)
-    assert ((decoded.double() - stacked.mean(dim=0)).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64])

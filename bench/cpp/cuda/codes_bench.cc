@@ -3,7 +3,7 @@
 //   codes_bench [--bytes 256M] [--repeats 20] [--warmups 5] [--json]
 //
 // --bytes is the size of the float32 vector. The steps are those of kernels/blocks.h: the maximum of every
-// block, quantize (with and without feedback), combine of 8 ranks' codes, dequantize. Words: measure.h.
+// block, quantize (with and without feedback), dequantize. Words: measure.h.
 #include <cstring>
 
 #include "kernels/blocks.h"
@@ -97,31 +97,6 @@ void measure_quantize(Bench& bench, DType code, size_t n, bool feedback) {
                  [&] { return feedback ? first_right : is_right(); }});
 }
 
-void measure_combine(Bench& bench, DType code, size_t n) {
-  constexpr size_t kRanks = 8;
-  const size_t size = dtype_size(code);
-  const Vector v(n, 3, bench.stream());
-  std::vector<Memory> ranks;
-  std::vector<const void*> srcs;
-  for (size_t k = 0; k < kRanks; ++k) {
-    ranks.emplace_back(n * size);
-    check(cuda::quantize(code, ranks.back().data(), v.in(), n, v.most(), false, bench.stream()), "quantize");
-    srcs.push_back(ranks.back().data());
-  }
-  const Memory codes(n * size);
-  const auto want = [&](const Range& r) {
-    const Bytes one = codes_of(code, v, r);
-    const std::vector<const void*> in(kRanks, one.data());
-    Bytes out(one.size());
-    combine(code, out.data(), in, r.n_elems, v.most_of(r).data(), nullptr);
-    return out;
-  };
-  bench.measure(
-      {"combine of 8", dtype_name(code), (kRanks + 1) * n * size + n_blocks(n) * 4,
-       [&](cuda::Stream s) { return cuda::combine(code, codes.data(), srcs, n, v.most(), nullptr, s); },
-       [&] { return right(codes, n, size, want); }});
-}
-
 void measure_dequantize(Bench& bench, DType code, size_t n) {
   const size_t size = dtype_size(code);
   const Vector v(n, 4, bench.stream());
@@ -151,7 +126,6 @@ int main(int argc, char** argv) {
   for (const DType code : {DType::kInt8, DType::kFloat8E4M3}) {
     gpu_bench::measure_quantize(bench, code, n, false);
     gpu_bench::measure_quantize(bench, code, n, true);
-    gpu_bench::measure_combine(bench, code, n);
     gpu_bench::measure_dequantize(bench, code, n);
   }
   return bench.finish();

@@ -2,8 +2,7 @@
 //
 // A thread does 16 elements, which lie in one block of 256; half a warp finds a block's maximum (as an
 // unsigned integer: the order of |x| is that of its bits, and a NaN is the largest). Sixteen elements that
-// are whole and aligned move as packs, others one by one. combine() adds in rank order, not in T's: its bound
-// is that of blocks.h. Cost: one read and one write per element, source and step.
+// are whole and aligned move as packs, others one by one. Cost: one read and one write per element and step.
 #include "kernels/blocks.h"
 #include "kernels/cuda/chunks.cuh"
 
@@ -148,40 +147,6 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
-struct CodeSources {
-  int n;
-  const void* codes[kMaxReduceSrcs];
-};
-
-template <class F>
-__global__ void __launch_bounds__(kThreads, 4)
-    combine_kernel(typename F::Store* codes, const __grid_constant__ CodeSources srcs, size_t n,
-                   const float* maxima, float* lost) {
-  const float n_srcs = static_cast<float>(srcs.n);
-  for (size_t at = first_element(); at < n; at += grid_step()) {
-    float mean[kLaneElems];
-    load_lane<F>(static_cast<const typename F::Store*>(srcs.codes[0]) + at, n - at, mean);
-    for (int k = 1; k < srcs.n; ++k) {
-      float value[kLaneElems];
-      load_lane<F>(static_cast<const typename F::Store*>(srcs.codes[k]) + at, n - at, value);
-      PYCOMM_UNROLL
-      for (int i = 0; i < kLaneElems; ++i) mean[i] += value[i];
-    }
-    PYCOMM_UNROLL
-    for (float& v : mean) v /= n_srcs;
-    store_lane<F>(codes + at, n - at, mean);
-    if (lost == nullptr) continue;
-    const Scale s = block_scale<F>(maxima[at / kBlockElems]);
-    const float inverse = s.multiplier != 0.0f ? s.inverse : 0.0f;
-    float old[kLaneElems];
-    load_lane<F32>(lost + at, n - at, old);
-    PYCOMM_UNROLL
-    for (int i = 0; i < kLaneElems; ++i)
-      old[i] += (mean[i] - F::decode(F::encode(mean[i]))) * n_srcs * inverse;
-    store_lane<F32>(lost + at, n - at, old);
-  }
-}
-
 template <class F>
 __global__ void __launch_bounds__(kThreads, 4)
     dequantize_kernel(float* dst, const typename F::Store* codes, size_t n, const float* maxima) {
@@ -246,20 +211,6 @@ Status quantize(DType code, void* codes, float* src, size_t n_elems, const float
   return with_format("quantize", code, n_elems, maxima, [&]<class F>(unsigned n_blocks) {
     return launch(quantize_kernel<F>, n_blocks, kThreads, stream, static_cast<typename F::Store*>(codes), src,
                   n_elems, maxima, feedback);
-  });
-}
-
-Status combine(DType code, void* codes, std::span<const void* const> srcs, size_t n_elems,
-               const float* maxima, float* lost, Stream stream) {
-  if (srcs.empty() || srcs.size() > kMaxReduceSrcs) {
-    return Status::error(Code::kValue,
-                         format("cuda combine: %zu sources; expected 1 to %d", srcs.size(), kMaxReduceSrcs));
-  }
-  CodeSources sources{static_cast<int>(srcs.size()), {}};
-  std::copy(srcs.begin(), srcs.end(), sources.codes);
-  return with_format("combine", code, n_elems, maxima, [&]<class F>(unsigned n_blocks) {
-    return launch(combine_kernel<F>, n_blocks, kThreads, stream, static_cast<typename F::Store*>(codes),
-                  sources, n_elems, maxima, lost);
   });
 }
 

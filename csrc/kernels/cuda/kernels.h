@@ -79,13 +79,11 @@ Status norm(DType dtype, std::span<const ConstBlock> tensors, void* workspace, N
 
 // ---- codes of 8 or 16 bits with a scale per block of 256: as kernels/blocks.h, with the same bits
 
-// maxima are aligned to 4; combine takes at most kMaxReduceSrcs sources.
+// maxima are aligned to 4.
 bool blocks_supported(DType code);
 Status block_maxima(const float* src, size_t n_elems, float* maxima, Stream stream);
 Status quantize(DType code, void* codes, float* src, size_t n_elems, const float* maxima, bool feedback,
                 Stream stream);
-Status combine(DType code, void* codes, std::span<const void* const> srcs, size_t n_elems,
-               const float* maxima, float* lost, Stream stream);
 Status dequantize(DType code, float* dst, const void* codes, size_t n_elems, const float* maxima,
                   Stream stream);
 

@@ -59,7 +59,6 @@ struct UniqueId {
 };
 
 inline constexpr int kUndefinedInt = INT_MIN;
-inline constexpr int kSplitNoColor = -1;
 inline constexpr int kShrinkDefault = 0, kShrinkAbort = 1;
 inline constexpr int kRevokeDefault = 0;
 inline constexpr int kOldestVersion = 21800;  // major * 10000 + minor * 100 + patch
@@ -85,7 +84,6 @@ struct Config {
   X(const char*, get_last_error, ncclGetLastError, (Comm comm))                                                \
   X(Result, comm_init_rank_config, ncclCommInitRankConfig,                                                     \
     (Comm* comm, int n_ranks, UniqueId id, int rank, Config* config))                                          \
-  X(Result, comm_split, ncclCommSplit, (Comm comm, int color, int key, Comm* made, Config* config))            \
   X(Result, comm_finalize, ncclCommFinalize, (Comm comm))                                                      \
   X(Result, comm_destroy, ncclCommDestroy, (Comm comm))                                                        \
   X(Result, comm_abort, ncclCommAbort, (Comm comm))                                                            \
@@ -111,13 +109,11 @@ struct Config {
     (RedOp* op, void* scalar, DataType type, ScalarResidence residence, Comm comm))                            \
   X(Result, red_op_destroy, ncclRedOpDestroy, (RedOp op, Comm comm))
 
-// 2.27 shrink, 2.28 revoke, 2.19 memory that NCCL can register.
+// 2.27 shrink, 2.28 revoke.
 #define PYCOMM_NCCL_OPTIONAL(X)                                                                                \
   X(Result, comm_shrink, ncclCommShrink,                                                                       \
     (Comm comm, int* excluded, int n_excluded, Comm* made, Config* config, int flags))                         \
-  X(Result, comm_revoke, ncclCommRevoke, (Comm comm, int flags))                                               \
-  X(Result, mem_alloc, ncclMemAlloc, (void** p, size_t n_bytes))                                               \
-  X(Result, mem_free, ncclMemFree, (void* p))
+  X(Result, comm_revoke, ncclCommRevoke, (Comm comm, int flags))
 // clang-format on
 
 struct Api {

@@ -134,12 +134,6 @@ Status NcclComm::adopt(std::unique_ptr<Comm> place, Result result, const char* w
   return Status();
 }
 
-Status NcclComm::split(int color, int key, const Patience& patience, NcclComm* out) {
-  auto place = std::make_unique<Comm>(nullptr);
-  const Result result = api().comm_split(comm_, color < 0 ? kSplitNoColor : color, key, place.get(), nullptr);
-  return adopt(std::move(place), result, "ncclCommSplit", patience, out);
-}
-
 Status NcclComm::shrink(std::span<const int> excluded, bool abort_first, const Patience& patience,
                         NcclComm* out) {
   if (!can_shrink()) {

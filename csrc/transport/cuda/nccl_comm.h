@@ -39,13 +39,10 @@ class NcclComm {
   // Collective. kTimeout when not all ranks have come by the deadline.
   static Status init(const UniqueId& id, int n_ranks, int rank, int device, const Patience& patience,
                      NcclComm* out);
-  // Collective. Ranks of one color make a communicator, in the order of their keys; color < 0: none for this
-  // rank.
-  Status split(int color, int key, const Patience& patience, NcclComm* out);
   // Collective of the ranks that stay: those without the excluded. `abort_first` ends what is under way.
   Status shrink(std::span<const int> excluded, bool abort_first, const Patience& patience, NcclComm* out);
   bool can_shrink() const { return valid() && api().comm_shrink != nullptr; }
-  // Ends what is under way on this rank; then only shrink, split and abort are left.
+  // Ends what is under way on this rank; then only shrink and abort are left.
   Status revoke(const Patience& patience);
   bool can_revoke() const { return valid() && api().comm_revoke != nullptr; }
 

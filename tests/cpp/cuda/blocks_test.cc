@@ -86,40 +86,6 @@ TEST_P(Blocks, EveryStepIsTheCpus) {
   }
 }
 
-TEST_P(Blocks, CombineIsTheCpus) {
-  const DType code = GetParam();
-  for (size_t n_srcs : {size_t{1}, size_t{2}, size_t{3}, size_t{8}, size_t{32}}) {
-    for (size_t n : {size_t{1}, size_t{300}, size_t{5000}}) {
-      std::vector<std::vector<float>> xs;
-      std::vector<float> maxima(n_blocks(n)), mine(n_blocks(n)), lost(n, 0.5f);
-      for (size_t k = 0; k < n_srcs; ++k) {
-        xs.push_back(values(n));
-        block_maxima(xs.back().data(), n, mine.data());
-        for (size_t b = 0; b < mine.size(); ++b) maxima[b] = std::fmax(maxima[b], mine[b]);
-      }
-      std::vector<Bytes> srcs(n_srcs, Bytes(code_bytes(n)));
-      std::vector<const void*> on_cpu, on_device;
-      for (size_t k = 0; k < n_srcs; ++k) {
-        quantize(code, srcs[k].data(), xs[k].data(), n, maxima.data(), false);
-        on_cpu.push_back(srcs[k].data());
-        on_device.push_back(arena_.place(srcs[k], k % 2));
-      }
-      float* device_maxima = static_cast<float*>(arena_.place(bytes_of(maxima), 0));
-      void* device_lost = arena_.place(bytes_of(lost), 0);
-      void* codes = const_cast<void*>(on_device.back());  // into a source
-      ASSERT_OK(
-          cuda::combine(code, codes, on_device, n, device_maxima, static_cast<float*>(device_lost), nullptr));
-      ASSERT_CUDA(cudaDeviceSynchronize());
-      Bytes want(code_bytes(n));
-      combine(code, want.data(), on_cpu, n, maxima.data(), lost.data());
-      ASSERT_TRUE(same(code, arena_.read(codes, want.size()), want)) << n_srcs << " sources, " << n;
-      ASSERT_TRUE(same(DType::kFloat32, arena_.read(device_lost, n * 4), bytes_of(lost)))
-          << n_srcs << " " << n;
-      ASSERT_TRUE(arena_.finish());
-    }
-  }
-}
-
 TEST(CudaBlocks, KnowsWhatTheCpuKnowsAndRefusesTheRest) {
   for (int d = 0; d < kNumDTypes; ++d) {
     EXPECT_EQ(cuda::blocks_supported(static_cast<DType>(d)), blocks_supported(static_cast<DType>(d)));
@@ -128,8 +94,6 @@ TEST(CudaBlocks, KnowsWhatTheCpuKnowsAndRefusesTheRest) {
   EXPECT_EQ(s.code(), Code::kValue);
   s = cuda::block_maxima(nullptr, 1, reinterpret_cast<float*>(2), nullptr);
   EXPECT_EQ(s.message(), "cuda block_maxima: maxima must be aligned to 4 bytes");
-  s = cuda::combine(DType::kInt8, nullptr, {}, 1, nullptr, nullptr, nullptr);
-  EXPECT_EQ(s.message(), "cuda combine: 0 sources; expected 1 to 32");
 }
 
 }  // namespace

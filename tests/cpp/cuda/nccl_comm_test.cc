@@ -190,26 +190,6 @@ TEST(NcclComm, RanksMayShareADeviceWhenAskedTo) {
   });
 }
 
-TEST(NcclComm, SplitOrdersByKey) {
-  run_nccl_ranks(5, [](NcclRank& me) -> Status {
-    NcclRank half;
-    REQUIRE_OK(me.comm.split(me.rank == 4 ? -1 : me.rank % 2, -me.rank, me.patience, &half.comm));
-    if (me.rank == 4) {
-      REQUIRE(!half.comm.valid());
-      return Status();
-    }
-    REQUIRE(half.comm.n_ranks() == 2 && half.comm.rank() == (me.rank < 2 ? 1 : 0));
-    half.rank = half.comm.rank();
-    half.n = 2;
-    half.stream = me.stream;
-    const DeviceBuffer<int> from(numbers(me.rank, 10)), to(10, -1);
-    REQUIRE_OK(shift(half, from, to));
-    REQUIRE(cudaStreamSynchronize(me.stream) == cudaSuccess);
-    REQUIRE(to.get() == numbers((me.rank + 2) % 4, 10));
-    return half.comm.finalize(me.patience);
-  });
-}
-
 TEST(NcclComm, ShrinkGoesOnWithoutARank) {
   run_nccl_ranks(4, [](NcclRank& me) -> Status {
     const DeviceBuffer<int> from(numbers(me.rank, 10)), to(10, -1);

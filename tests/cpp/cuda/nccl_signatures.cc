@@ -117,7 +117,6 @@ SAME_VALUE(ncclNumOps, kNumOps);
 SAME_VALUE(ncclScalarDevice, kScalarDevice);
 SAME_VALUE(ncclScalarHostImmediate, kScalarHostImmediate);
 SAME_VALUE(NCCL_CONFIG_UNDEF_INT, kUndefinedInt);
-SAME_VALUE(NCCL_SPLIT_NOCOLOR, kSplitNoColor);
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 9)
 SAME_VALUE(NCCL_SHRINK_DEFAULT, kShrinkDefault);
 SAME_VALUE(NCCL_SHRINK_ABORT, kShrinkAbort);

@@ -86,35 +86,6 @@ Result make_child(const std::shared_ptr<Core>& parent, Comm* made, std::function
   });
 }
 
-// All ranks' colors and keys, by way of the parent's segment.
-Result exchange_colors(Core& parent, uint32_t number, int color, int key, Child* out) {
-  loopback::Shared& shared = parent.segment->shared();
-  const int slot = static_cast<int>(number) % loopback::kSplits;
-  auto& mine = shared.ranks[parent.rank].split[slot];
-  mine.color = color;
-  mine.key = key;
-  mine.number.store(number, std::memory_order_release);
-  parent.segment->ring_all();
-  for (int q = 0; q < parent.n_ranks; q++) {
-    const auto& theirs = shared.ranks[q].split[slot];
-    const bool came = parent.segment->wait(
-        parent.rank, [&] { return theirs.number.load(std::memory_order_acquire) == number; },
-        [&] { return parent.aborted.load(); });
-    if (!came) return parent.fail(kInternalError, "aborted within ncclCommSplit");
-  }
-  if (color == kSplitNoColor) return kSuccess;
-  out->rank = 0;
-  for (int q = 0; q < parent.n_ranks; q++) {
-    const auto& theirs = shared.ranks[q].split[slot];
-    if (theirs.color != color) continue;
-    out->n_ranks++;
-    const bool before = theirs.key < key || (theirs.key == key && q < parent.rank);
-    if (before) out->rank++;
-  }
-  out->name = parent.name + "-" + std::to_string(number) + "." + std::to_string(color);
-  return kSuccess;
-}
-
 }  // namespace
 
 // ---- the library
@@ -156,11 +127,6 @@ Result ncclGetUniqueId(UniqueId* id) {
   return kSuccess;
 }
 
-Result ncclMemAlloc(void** p, size_t n_bytes) {
-  return cudaMalloc(p, n_bytes) == cudaSuccess ? kSuccess : kUnhandledCudaError;
-}
-Result ncclMemFree(void* p) { return cudaFree(p) == cudaSuccess ? kSuccess : kUnhandledCudaError; }
-
 // ---- communicators
 
 Result ncclCommInitRankConfig(Comm* made, int n_ranks, UniqueId id, int rank, Config* config) {
@@ -181,16 +147,6 @@ Result ncclCommInitRankConfig(Comm* made, int n_ranks, UniqueId id, int rank, Co
     *made = nullptr;
   }
   return result;
-}
-
-Result ncclCommSplit(Comm comm, int color, int key, Comm* made, Config*) {
-  if (comm == nullptr || made == nullptr || (color < 0 && color != kSplitNoColor)) return kInvalidArgument;
-  if (const Result r = comm->core->check_ready(); r != kSuccess) return r;
-  *made = nullptr;
-  const uint32_t number = ++comm->core->n_splits;
-  Core* parent = comm->core.get();
-  return make_child(comm->core, made,
-                    [=](Child* child) { return exchange_colors(*parent, number, color, key, child); });
 }
 
 Result ncclCommShrink(Comm comm, int* excluded, int n_excluded, Comm* made, Config*, int flags) {

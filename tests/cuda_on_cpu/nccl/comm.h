@@ -54,7 +54,7 @@ struct Core : std::enable_shared_from_this<Core> {
   std::string last_error;
   std::vector<MadeOp> made;
   std::set<int> connected;  // peers; kMaxRanks stands for collectives
-  uint32_t n_splits = 0, n_shrinks = 0;
+  uint32_t n_shrinks = 0;
 
   nccl::Result fail(nccl::Result error,
                     const std::string& why);  // for good, unless the call was only refused

@@ -18,7 +18,6 @@ namespace loopback {
 
 constexpr size_t kChannelBytes = 16 << 10;
 constexpr int kMaxRanks = 64;
-constexpr int kSplits = 4;  // splits that may be under way
 
 enum class Lane : int { kCollective, kPointToPoint };
 
@@ -32,10 +31,6 @@ struct RankState {
   std::atomic<uint32_t> bell;
   std::atomic<uint32_t> attached;  // pid and device below are valid
   int pid, device;
-  struct Split {
-    std::atomic<uint32_t> number;  // of the split that color and key are of, from 1 on
-    int color, key;
-  } split[kSplits];
 };
 
 struct Shared {
