@@ -36,6 +36,8 @@ StreamTraits traits_of(cudaStream_t stream);
 void synchronize_device();
 
 int current_device();
+int bus_of(int device);  // a number that no other device of the machine has
+bool devices_reach_each_other();
 // Remembers the error for cudaGetLastError and returns it.
 cudaError_t report(cudaError_t error);
 

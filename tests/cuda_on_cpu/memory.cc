@@ -81,7 +81,7 @@ void watch_guard(char* p, const Allocation& a, bool on) {
 // What an IPC handle holds.
 struct Handle {
   uint32_t magic;
-  int pid, fd, device;
+  int pid, fd, device, bus;
   uint64_t n_bytes, n_mapped;
 };
 static_assert(sizeof(Handle) <= sizeof(cudaIpcMemHandle_t));
@@ -243,7 +243,7 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* p) {
   const auto it = m.find(p);
   if (it == m.all.end() || it->second.kind != Kind::kDevice) return report(cudaErrorInvalidValue);
   const Allocation& a = it->second;
-  const Handle h{kMagic, getpid(), a.fd, a.device, a.n_bytes, a.n_mapped};
+  const Handle h{kMagic, getpid(), a.fd, a.device, bus_of(a.device), a.n_bytes, a.n_mapped};
   std::memset(handle, 0, sizeof *handle);
   std::memcpy(handle, &h, sizeof h);
   return cudaSuccess;
@@ -256,6 +256,9 @@ cudaError_t cudaIpcOpenMemHandle(void** p, cudaIpcMemHandle_t handle, unsigned i
   std::memcpy(&h, &handle, sizeof h);
   if (h.magic != kMagic) return report(cudaErrorInvalidResourceHandle);
   if (h.pid == getpid()) return report(cudaErrorDeviceUninitialized);  // as on a GPU
+  if (h.bus != bus_of(current_device()) && !devices_reach_each_other()) {
+    return report(cudaErrorPeerAccessUnsupported);
+  }
   char path[64];
   std::snprintf(path, sizeof path, "/proc/%d/fd/%d", h.pid, h.fd);
   const int fd = open(path, O_RDWR | O_CLOEXEC);

@@ -1,6 +1,8 @@
 // Devices and errors. All devices are this computer's memory; a thread's current device only names its
 // streams. Environment, read once: CUDA_ON_CPU_DEVICES (how many devices; 1), CUDA_ON_CPU_SEED (Settings);
-// read each time: CUDA_ON_CPU_PEER_ACCESS (0: no device reaches another).
+// CUDA_ON_CPU_FIRST_DEVICE (the bus ids of this process's devices begin there, 0, as with
+// CUDA_VISIBLE_DEVICES); read each time: CUDA_ON_CPU_PEER_ACCESS (0: no device reaches another),
+// CUDA_ON_CPU_NATIVE_ATOMICS (0: none between devices, as over PCIe).
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -21,6 +23,20 @@ int n_devices() {
   return n;
 }
 
+int first_device() {
+  static const int first = [] {
+    const char* text = std::getenv("CUDA_ON_CPU_FIRST_DEVICE");
+    return text ? std::atoi(text) : 0;
+  }();
+  return first;
+}
+
+// Unless the variable is 0.
+bool is_on(const char* variable) {
+  const char* text = std::getenv(variable);
+  return text == nullptr || std::strcmp(text, "0") != 0;
+}
+
 const bool seed_is_read = [] {
   const char* text = std::getenv("CUDA_ON_CPU_SEED");
   if (text) settings().seed = static_cast<uint32_t>(std::strtoul(text, nullptr, 10));
@@ -30,6 +46,8 @@ const bool seed_is_read = [] {
 }  // namespace
 
 int current_device() { return device_of_thread; }
+int bus_of(int device) { return first_device() + device; }
+bool devices_reach_each_other() { return is_on("CUDA_ON_CPU_PEER_ACCESS"); }
 
 cudaError_t report(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
@@ -69,23 +87,31 @@ cudaError_t cudaDeviceCanAccessPeer(int* can_access, int device, int peer) {
   if (device < 0 || device >= n_devices() || peer < 0 || peer >= n_devices()) {
     return report(cudaErrorInvalidDevice);
   }
-  const char* text = std::getenv("CUDA_ON_CPU_PEER_ACCESS");
-  *can_access = device != peer && (text == nullptr || std::strcmp(text, "0") != 0);
+  *can_access = device != peer && devices_reach_each_other();
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr attr, int device, int peer) {
+  if (device < 0 || device >= n_devices() || peer < 0 || peer >= n_devices() || device == peer) {
+    return report(cudaErrorInvalidDevice);
+  }
+  if (attr != cudaDevP2PAttrNativeAtomicSupported) return report(cudaErrorInvalidValue);
+  *value = is_on("CUDA_ON_CPU_NATIVE_ATOMICS");
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetPCIBusId(char* text, int n_bytes, int device) {
   if (device < 0 || device >= n_devices()) return report(cudaErrorInvalidDevice);
-  if (std::snprintf(text, static_cast<size_t>(n_bytes), "0000:%02x:00.0", device + 1) >= n_bytes) {
+  if (std::snprintf(text, static_cast<size_t>(n_bytes), "0000:%02x:00.0", first_device() + device + 1) >=
+      n_bytes) {
     return report(cudaErrorInvalidValue);
   }
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetByPCIBusId(int* device, const char* text) {
   unsigned bus = 0;
-  if (std::sscanf(text, "0000:%x:00.0", &bus) != 1 || bus < 1 || static_cast<int>(bus) > n_devices()) {
-    return report(cudaErrorInvalidDevice);
-  }
-  *device = static_cast<int>(bus) - 1;
+  if (std::sscanf(text, "0000:%x:00.0", &bus) != 1) return report(cudaErrorInvalidDevice);
+  const int found = static_cast<int>(bus) - 1 - first_device();
+  if (found < 0 || found >= n_devices()) return report(cudaErrorInvalidDevice);
+  *device = found;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned int) { return cudaSuccess; }
@@ -117,6 +143,7 @@ const char* cudaGetErrorName(cudaError_t error) {
     case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
     case cudaErrorDeviceUninitialized: return "cudaErrorDeviceUninitialized";
     case cudaErrorMapBufferObjectFailed: return "cudaErrorMapBufferObjectFailed";
+    case cudaErrorPeerAccessUnsupported: return "cudaErrorPeerAccessUnsupported";
     case cudaErrorInvalidResourceHandle: return "cudaErrorInvalidResourceHandle";
     case cudaErrorIllegalState: return "cudaErrorIllegalState";
     case cudaErrorNotReady: return "cudaErrorNotReady";

@@ -48,7 +48,7 @@ struct Facts {
   bool shares_device = false;  // NCCL_MULTI_RANK_GPU_ENABLE is on
   char pci[24] = {};
   char host[40] = {};
-  char why[160] = {};
+  char why[1000] = {};  // with the remedy, which comes last
 };
 
 Status gather_facts(int device, Facts* mine) {
@@ -216,8 +216,10 @@ Status DeviceEngine::allocate(size_t n_bytes, std::shared_ptr<void>* out) {
 
 std::string DeviceEngine::describe() const {
   const Impl& d = *impl_;
-  return format("CUDA device %d\npeers' memory: %s\nNCCL: %s", d.device,
-                d.peers != nullptr ? "yes" : d.why_no_peers.c_str(), d.nccl_text.c_str());
+  const char* const peers = d.peers == nullptr   ? d.why_no_peers.c_str()
+                            : !d.peers->pushes() ? "yes"
+                                                 : "yes, written to and not read, since PCIe is between GPUs";
+  return format("CUDA device %d\npeers' memory: %s\nNCCL: %s", d.device, peers, d.nccl_text.c_str());
 }
 
 }  // namespace pycomm

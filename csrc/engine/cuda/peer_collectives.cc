@@ -102,9 +102,9 @@ Status PeerCollectives::agree_on_options(const Exchange& exchange) {
   }
   const unsigned most = std::min({options_.max_blocks, static_cast<unsigned>(cuda::kMaxPeerBlocks),
                                   static_cast<unsigned>(std::max(1, n_multiprocessors))});
-  const Terms terms{
-      options_.half_bytes, options_.n_threads, options_.push ? 1u : 0u, options_.one_shot_bytes, most,
-      mine.ok() ? 1u : 0u};
+  const bool push = options_.push || memory_->is_over_pcie();
+  const Terms terms{options_.half_bytes, options_.n_threads, push ? 1u : 0u, options_.one_shot_bytes, most,
+                    mine.ok() ? 1u : 0u};
   std::vector<Terms> all(static_cast<size_t>(n));
   PYCOMM_RETURN_IF_ERROR(exchange(&terms, sizeof terms, all.data()).within("peer collectives"));
   if (!mine.ok()) return mine;
@@ -114,18 +114,19 @@ Status PeerCollectives::agree_on_options(const Exchange& exchange) {
     if (t.good == 0) {
       return Status::error(Code::kValue, format("peer collectives: rank %d could not take part", r));
     }
-    if (t.half_bytes != terms.half_bytes || t.n_threads != terms.n_threads || t.push != terms.push ||
+    push_ = push_ || t.push != 0;
+    if (t.half_bytes != terms.half_bytes || t.n_threads != terms.n_threads ||
         t.one_shot_bytes != terms.one_shot_bytes) {
       return Status::error(
           Code::kMismatch,
           format(
-              "peer collectives: options differ: half_bytes %llu, n_threads %llu, push %llu, "
-              "one_shot_bytes %llu here; %llu, %llu, %llu, %llu on rank %d",
+              "peer collectives: options differ: half_bytes %llu, n_threads %llu, one_shot_bytes %llu here; "
+              "%llu, %llu, %llu on rank %d",
               static_cast<unsigned long long>(terms.half_bytes),
-              static_cast<unsigned long long>(terms.n_threads), static_cast<unsigned long long>(terms.push),
+              static_cast<unsigned long long>(terms.n_threads),
               static_cast<unsigned long long>(terms.one_shot_bytes),
               static_cast<unsigned long long>(t.half_bytes), static_cast<unsigned long long>(t.n_threads),
-              static_cast<unsigned long long>(t.push), static_cast<unsigned long long>(t.one_shot_bytes), r));
+              static_cast<unsigned long long>(t.one_shot_bytes), r));
     }
     max_blocks_ = std::min(max_blocks_, static_cast<unsigned>(t.max_blocks));
   }
@@ -175,7 +176,7 @@ uint64_t PeerCollectives::place_of(const void* p, size_t n_bytes) const {
 uint64_t PeerCollectives::tile_bytes(PeerKind kind) const {
   const auto n = static_cast<uint64_t>(memory_->n_ranks());
   uint64_t result = 0;
-  const uint64_t copies = peer_staged_bytes(kind, options_.push, memory_->n_ranks(), 16, &result) / 16;
+  const uint64_t copies = peer_staged_bytes(kind, push_, memory_->n_ranks(), 16, &result) / 16;
   const uint64_t slice = round_down(options_.half_bytes / copies, 16);
   return is_two_shot(kind) ? n * slice : slice;
 }
@@ -190,7 +191,7 @@ PeerCall PeerCollectives::tile_of(const Message& m, uint64_t begin, uint64_t n_b
   }
   call.words = device_words_;
   call.kind = m.kind;
-  call.push = options_.push;
+  call.push = push_;
   call.rank = memory_->rank();
   call.n_ranks = n;
   call.root = m.root;
@@ -212,14 +213,14 @@ PeerCall PeerCollectives::tile_of(const Message& m, uint64_t begin, uint64_t n_b
     call.staging_stride = round_up(n_bytes, 16);
   }
   // One-shot: staging is cheaper than a second meeting, and in-place outputs are written meanwhile.
-  if (!options_.push && call.in != nullptr && m.kind != PeerKind::kOneShot) {
+  if (!push_ && call.in != nullptr && m.kind != PeerKind::kOneShot) {
     const bool scatters = m.kind == PeerKind::kReduceScatter;
     const uint64_t reach = scatters ? (ranks - 1) * m.n_bytes + n_bytes : n_bytes;
     if (!scatters || m.n_bytes % 16 == 0) call.in_place = place_of(call.in, reach);
   }
   call.staging = zero_bytes();
   call.half_bytes = options_.half_bytes;
-  (void)peer_staged_bytes(m.kind, options_.push, n, call.staging_stride, &call.result);
+  (void)peer_staged_bytes(m.kind, push_, n, call.staging_stride, &call.result);
   const uint64_t per_block = uint64_t{16} * options_.n_threads;
   *n_blocks = static_cast<unsigned>(
       std::clamp<uint64_t>((call.slice_bytes + per_block - 1) / per_block, 1, max_blocks_));

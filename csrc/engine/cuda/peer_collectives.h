@@ -41,8 +41,10 @@ struct PeerOptions {
   size_t half_bytes = size_t{16} << 20;  // of staging; multiple of 256
   unsigned max_blocks = cuda::kMaxPeerBlocks;
   unsigned n_threads = cuda::kMaxPeerThreads;
-  bool push = false;                          // write to peers, one at a time, instead of reading
   size_t one_shot_bytes = size_t{256} << 10;  // kAuto: at most that many
+  // If any rank says so: all write to peers, one at a time, instead of reading. So where some peer is reached
+  // over PCIe.
+  bool push = false;
   // Called by the watchdog. describe: "rank 3 (host b, pid 811)"; trouble: not OK when a peer is lost.
   std::function<std::string(int)> describe;
   std::function<Status()> trouble;
@@ -70,6 +72,7 @@ class PeerCollectives {
   Status all_gather(const void* in, void* out, size_t n_bytes, cuda::Stream stream);
   Status broadcast(void* data, size_t n_bytes, int root, PeerWay way, cuda::Stream stream);
 
+  bool pushes() const { return push_; }
   Status failure() const;  // OK while usable
   // Kernels stop waiting, here at once, at peers when they meet this rank next. The first reason stays.
   void abort(Status why);
@@ -103,6 +106,7 @@ class PeerCollectives {
   PeerMemory* const memory_;
   const PeerOptions options_;
   unsigned max_blocks_ = 1;
+  bool push_ = false;
   cuda::PeerWords* words_ = nullptr;         // as the host sees them
   cuda::PeerWords* device_words_ = nullptr;  // as the device does
 

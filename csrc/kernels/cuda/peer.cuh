@@ -288,9 +288,21 @@ PYCOMM_DEVICE void stage(const PeerCall& call, uint64_t number) {
   }
 }
 
+// Pushed, two-shot: this rank's slice of the result, which lies in its own place, to one peer after another.
+// Each thread takes what it wrote itself (see the first lines).
+PYCOMM_DEVICE void hand_out(const PeerCall& call, const PeerShared& shared) {
+  const char* const mine = destination(call, shared, call.rank, call.rank);
+  PYCOMM_NO_UNROLL
+  for (int d = 1; d < call.n_ranks; ++d) {
+    const int k = (call.rank + d) % call.n_ranks;
+    copy_part(destination(call, shared, k, call.rank), mine, slice_length(call, call.rank));
+  }
+}
+
 // The second meeting, where the call needs one, and what peers have written into the staging: to `out`.
 PYCOMM_DEVICE void finish(const PeerCall& call, PeerShared& shared, uint64_t number) {
   const bool two_shot = is_two_shot(call.kind);
+  if (call.push && call.kind == PeerKind::kTwoShot) hand_out(call, shared);
   if (two_shot || reads_tensors(call, shared)) {
     if (!meet(call, shared, number, 1)) return;
   }

@@ -3,7 +3,7 @@
 // Words. The *staging* of a rank is memory that all ranks map; it has two halves, which calls use in turn. A
 // *place* names memory of a rank for its peers: segment << 56 | offset, bit 0 set for a tensor (else it is
 // staging); 0 is none. A *slice* is the part of a message that one rank reduces. To *pull* is to read what
-// the owner has staged, to *push* is to write into peers' stagings, one peer at a time (better over PCIe).
+// the owner has staged, to *push* is to write into peers' memory, one peer at a time (better over PCIe).
 // A *call* is one launch; calls are numbered by the device (so that a graph can replay them), and the number
 // must be the same on all ranks: the same calls in the same order, on one stream per rank.
 //

@@ -19,8 +19,18 @@ PYCOMM_DEVICE void gather(const PeerCall& call, const PeerShared& shared, uint64
   }
 }
 
-// Slice `rank` of the root's data, to everybody else's result.
+// Slice `rank` of the root's data, to everybody else's result; pushed, to one after another.
 PYCOMM_DEVICE void spread(const PeerCall& call, const PeerShared& shared, uint64_t number) {
+  if (call.push) {
+    const char* const from = source(call, shared, number, call.root, call.rank);
+    PYCOMM_NO_UNROLL
+    for (int d = 0; d < call.n_ranks; ++d) {
+      const int k = (call.rank + d) % call.n_ranks;
+      if (k != call.root)
+        copy_part(destination(call, shared, k, call.rank), from, slice_length(call, call.rank));
+    }
+    return;
+  }
   const auto to_all = [&](const auto& write) {
     for (int d = 0; d < call.n_ranks; ++d) {
       const int k = (call.rank + d) % call.n_ranks;

@@ -28,14 +28,16 @@ PYCOMM_DEVICE void find_pointers(const PeerCall& call, const PeerShared& shared,
   if (k >= call.n_ranks) return;
   const int slice = call.kind == PeerKind::kOneShot ? 0 : call.rank;
   pointers.sources[k] = source(call, shared, number, k, slice);
-  if (call.kind == PeerKind::kTwoShot) {
+  const bool to_all = call.kind == PeerKind::kTwoShot && !call.push;  // pushed, finish() hands it out
+  if (to_all) {
     // The neighbour first: the ranks write to different ones.
     const int to = (call.rank + 1 + k) % call.n_ranks;
     pointers.destinations[k] = destination(call, shared, to, slice);
   } else if (k == 0) {
-    pointers.destinations[0] = call.out;
+    const bool two_shot = call.kind == PeerKind::kTwoShot;
+    pointers.destinations[0] = two_shot ? destination(call, shared, call.rank, slice) : call.out;
   }
-  if (k == 0) pointers.n_destinations = call.kind == PeerKind::kTwoShot ? call.n_ranks : 1;
+  if (k == 0) pointers.n_destinations = to_all ? call.n_ranks : 1;
 }
 
 template <class O>

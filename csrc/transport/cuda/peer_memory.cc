@@ -44,24 +44,36 @@ struct Verdict {
   char message[504];
 };
 
-// My number of the device that another rank calls by its bus id, after checking that mine reaches it.
-Status reach(int mine, const char* bus_id, int* theirs) {
-  if (cudaDeviceGetByPCIBusId(theirs, bus_id) != cudaSuccess) {
+// What there is between my device and a peer's.
+struct Path {
+  bool visible = false;  // this process sees the peer's device, and has a number for it
+  int theirs = 0;        // the number
+  bool is_pcie = false;  // no NVLink: atomic operations do not cross it
+};
+
+// kSystem: nothing between them. What is not visible (a job may give each rank its own GPU alone) can only be
+// tried.
+Status find_path(int mine, const char* bus_id, Path* out) {
+  if (cudaDeviceGetByPCIBusId(&out->theirs, bus_id) != cudaSuccess) {
     (void)cudaGetLastError();
-    return Status::error(Code::kSystem,
-                         format("its GPU %s is not visible to this process: give every rank all GPUs of the "
-                                "machine (CUDA_VISIBLE_DEVICES), and let it select its own",
-                                bus_id));
+    return {};
   }
-  if (*theirs == mine) return {};
-  int can = 0;
+  out->visible = true;
+  if (out->theirs == mine) return {};
+  int can = 0, has_atomics = 0;
   PYCOMM_RETURN_IF_ERROR(
-      cuda_status(cudaDeviceCanAccessPeer(&can, mine, *theirs), "cudaDeviceCanAccessPeer"));
-  if (can != 0) return {};
-  return Status::error(Code::kSystem,
-                       format("GPU %d has no peer access to its GPU %d (%s): no NVLink or PCIe path between "
+      cuda_status(cudaDeviceCanAccessPeer(&can, mine, out->theirs), "cudaDeviceCanAccessPeer"));
+  if (can == 0) {
+    return Status::error(
+        Code::kSystem, format("GPU %d has no peer access to its GPU %d (%s): no NVLink or PCIe path between "
                               "them allows it (nvidia-smi topo -p2p r)",
-                              mine, *theirs, bus_id));
+                              mine, out->theirs, bus_id));
+  }
+  PYCOMM_RETURN_IF_ERROR(cuda_status(
+      cudaDeviceGetP2PAttribute(&has_atomics, cudaDevP2PAttrNativeAtomicSupported, mine, out->theirs),
+      "cudaDeviceGetP2PAttribute"));
+  out->is_pcie = has_atomics == 0;
+  return {};
 }
 
 std::atomic<size_t>& leaked_bytes() {
@@ -69,23 +81,32 @@ std::atomic<size_t>& leaked_bytes() {
   return n;
 }
 
-Status open_offer(int device, const Offer& offer, char** base, bool* opened) {
-  int theirs = 0;
-  PYCOMM_RETURN_IF_ERROR(reach(device, offer.bus_id, &theirs));
+Status open_offer(int device, const Offer& offer, char** base, bool* opened, bool* over_pcie) {
+  Path path;
+  PYCOMM_RETURN_IF_ERROR(find_path(device, offer.bus_id, &path));
+  *over_pcie |= path.is_pcie;
   if (offer.process == process_token()) {
+    if (!path.visible) {
+      return Status::error(Code::kSystem, format("its GPU %s has no number in this process", offer.bus_id));
+    }
     *base = reinterpret_cast<char*>(offer.pointer);
-    if (theirs == device) return {};
-    const cudaError_t error = cudaDeviceEnablePeerAccess(theirs, 0);
+    if (path.theirs == device) return {};
+    const cudaError_t error = cudaDeviceEnablePeerAccess(path.theirs, 0);
     if (error != cudaErrorPeerAccessAlreadyEnabled) {
-      return cuda_status(error, format("cudaDeviceEnablePeerAccess(%d)", theirs));
+      return cuda_status(error, format("cudaDeviceEnablePeerAccess(%d)", path.theirs));
     }
     (void)cudaGetLastError();
     return {};
   }
+  const std::string unseen = format(
+      "; its GPU %s is not visible to this process: if they have a path, give every rank all GPUs of the "
+      "machine (CUDA_VISIBLE_DEVICES), and let it select its own",
+      offer.bus_id);
   void* p = nullptr;
   PYCOMM_RETURN_IF_ERROR(
       cuda_status(cudaIpcOpenMemHandle(&p, offer.handle, cudaIpcMemLazyEnablePeerAccess),
-                  "cudaIpcOpenMemHandle (in containers, all ranks need one IPC namespace: --ipc=host)"));
+                  "cudaIpcOpenMemHandle (in containers, all ranks need one IPC namespace: --ipc=host" +
+                      (path.visible ? "" : unseen) + ")"));
   *base = static_cast<char*>(p);
   *opened = true;
   return {};
@@ -188,7 +209,8 @@ Status PeerMemory::add_segment(size_t n_bytes, size_t first_free, const Exchange
         }
         offers[i].bus_id[sizeof offer.bus_id - 1] = '\0';
         bool opened = false;
-        mine = open_offer(device(), offers[i], &segment.bases[i], &opened).within(format("rank %d", r));
+        mine = open_offer(device(), offers[i], &segment.bases[i], &opened, &over_pcie_)
+                   .within(format("rank %d", r));
         segment.opened[i] = opened;
       }
       status = agree(std::move(mine), kWhat, exchange);

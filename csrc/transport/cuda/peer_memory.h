@@ -8,7 +8,8 @@
 //
 // create, grow, settle and close are collective: they speak through an Exchange, which the caller provides,
 // and they give the same success on every rank; an error names the rank that had it. Handles are opened once,
-// threads of one process use each other's pointers. Every rank checks that its GPU reaches its peers'.
+// threads of one process use each other's pointers. Every rank checks that its GPU reaches those of its peers
+// that it sees; where a job shows each rank its own GPU only, opening their handles shows it.
 //
 // Memory that peers may still write into is never given back: after quarantine() blocks that are released
 // stay unused until settle(), by which every rank that is alive has said that its kernels have ended; what
@@ -53,6 +54,8 @@ class PeerMemory {
   int device() const { return options_.device; }
   int rank() const { return options_.rank; }
   int n_ranks() const { return options_.n_ranks; }
+  // Some GPU that this process sees is reached over PCIe: writes go better there than reads.
+  bool is_over_pcie() const { return over_pcie_; }
   // Where a rank's segment is mapped here; null: there is none.
   char* base(int rank, int segment) const;
 
@@ -98,6 +101,7 @@ class PeerMemory {
   std::map<uint64_t, Block> used_;
   bool quarantined_ = false;
   bool closed_ = false;
+  bool over_pcie_ = false;
 };
 
 }  // namespace pycomm

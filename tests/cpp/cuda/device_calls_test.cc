@@ -3,6 +3,7 @@
 
 #include "cuda/device_ranks.h"
 #include "cuda/nccl_inputs.h"
+#include "cuda/nccl_ranks.h"  // ScopedEnv
 
 namespace pycomm {
 
@@ -231,6 +232,22 @@ TEST(DeviceCalls, SeveralCommunicators) {
       }
     }
     for (auto& c : {pair, all}) PYCOMM_ASSERT_OK(c->close(nullptr));
+  });
+}
+
+// Where PCIe is between GPUs peers' memory is written to, and not read, with the same results.
+TEST(DeviceCalls, PushedOverPcie) {
+  const ScopedEnv pcie("CUDA_ON_CPU_NATIVE_ATOMICS", "0");
+  run_device_ranks(3, [](DeviceRank& self) {
+    std::mt19937_64 rng(8);
+    for (const char* way : {"peer_one_shot", "peer_two_shot"}) {
+      for (const Collective c : {Collective::kAllReduce, Collective::kBroadcast}) {
+        const What w{c, way, DType::kFloat32, ReduceOp::kSum, 3, 1, {1000, 1000, 1000}};
+        check(self, w, make_numbers(c, 3, w.root, w.dtype, w.op, true, w.counts, rng));
+        if (testing::Test::HasFatalFailure()) return;
+      }
+    }
+    EXPECT_NE(self.comm->device()->describe().find("peers' memory: yes, written to"), std::string::npos);
   });
 }
 

@@ -170,7 +170,7 @@ TEST(PeerFaults, OptionsMustBeAlike) {
       self.size = 2;
       self.exchange = board.of(r);
       PeerOptions options = small_options();
-      options.push = r == 1;
+      options.one_shot_bytes += static_cast<size_t>(r);
       const Status s = make_peer(self, options);
       EXPECT_EQ(s.code(), Code::kMismatch);
       EXPECT_NE(s.message().find("options differ"), std::string::npos) << s.message();

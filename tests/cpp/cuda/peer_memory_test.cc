@@ -116,6 +116,36 @@ TEST(PeerMemoryTest, APairOfDevicesWithoutAPathIsNamed) {
 }
 #endif
 
+// What one rank says decides for all: they would not find each other's data otherwise.
+TEST(PeerMemoryTest, OneRankThatPushesMakesAllPush) {
+  Board board(3);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < 3; ++r) {
+    threads.emplace_back([&, r] {
+      PeerRank self;
+      self.rank = self.device = r;
+      self.size = 3;
+      self.exchange = board.of(r);
+      PeerOptions options = small_options();
+      options.push = r == 1;
+      ASSERT_OK(make_peer(self, options));
+      EXPECT_TRUE(self.comm->pushes()) << r;
+      ASSERT_OK(end_peer(self));
+    });
+  }
+  for (std::thread& t : threads) t.join();
+}
+
+#if defined(PYCOMM_CUDA_EMULATED)
+TEST(PeerMemoryTest, WhatIsReachedOverPcieIsPushed) {
+  for (const char* atomics : {"1", "0"}) {
+    setenv("CUDA_ON_CPU_NATIVE_ATOMICS", atomics, 1);
+    run_peers(2, small_options(), [&](PeerRank& self) { EXPECT_EQ(self.comm->pushes(), *atomics == '0'); });
+  }
+  unsetenv("CUDA_ON_CPU_NATIVE_ATOMICS");
+}
+#endif
+
 TEST(PeerMemoryTest, BlocksOutliveClose) {
   run_peers(2, small_options(), [&](PeerRank& self) {
     void* p = nullptr;

@@ -49,8 +49,9 @@ Exchange exchange_of(SharedBoard* board, int rank, int size, double limit_s) {
   };
 }
 
-// Starts a process for each rank, which runs PeerProcess.DISABLED_<test>; returns their exit statuses.
-std::vector<int> run_processes(int n, const std::string& test) {
+// Starts a process for each rank, which runs PeerProcess.DISABLED_<test>; returns their exit statuses. With
+// own_gpu each sees a GPU of its own, and no other.
+std::vector<int> run_processes(int n, const std::string& test, bool own_gpu = false) {
   const int fd = memfd_create("board", 0);  // inherited
   if (fd < 0 || ftruncate(fd, sizeof(SharedBoard)) != 0) return {};
   std::vector<pid_t> pids;
@@ -60,6 +61,10 @@ std::vector<int> run_processes(int n, const std::string& test) {
     const pid_t pid = fork();
     if (pid == 0) {
       setenv("PEER_PROCESS", place.c_str(), 1);
+      if (own_gpu) {
+        setenv("CUDA_ON_CPU_DEVICES", "1", 1);
+        setenv("CUDA_ON_CPU_FIRST_DEVICE", format("%d", r).c_str(), 1);
+      }
       execl("/proc/self/exe", "a_rank", filter.c_str(), "--gtest_also_run_disabled_tests", "--gtest_brief=1",
             nullptr);
       _exit(127);
@@ -78,7 +83,7 @@ std::vector<int> run_processes(int n, const std::string& test) {
 
 // In a rank's process: which one it is, with memory that all others map. Emulated, all are on one device;
 // GPUs are used in turn, so that with one GPU all share it, and with as many as ranks each has its own.
-void be_a_rank(PeerRank& self, const PeerOptions& options, double limit_s) {
+void take_place(PeerRank& self, SharedBoard** board) {
   const char* place = std::getenv("PEER_PROCESS");
   int fd = -1;
   ASSERT_NE(place, nullptr) << "run_processes starts this test";
@@ -89,8 +94,13 @@ void be_a_rank(PeerRank& self, const PeerOptions& options, double limit_s) {
   ASSERT_GT(n_devices, 0);
   self.device = self.rank % n_devices;
 #endif
-  SharedBoard* const board = map_board(fd);
-  ASSERT_NE(board, nullptr);
+  *board = map_board(fd);
+  ASSERT_NE(*board, nullptr);
+}
+
+void be_a_rank(PeerRank& self, const PeerOptions& options, double limit_s) {
+  SharedBoard* board = nullptr;
+  ASSERT_NO_FATAL_FAILURE(take_place(self, &board));
   self.exchange = exchange_of(board, self.rank, self.size, limit_s);
   ASSERT_OK(make_peer(self, options));
 }
@@ -138,6 +148,32 @@ TEST(PeerProcesses, ValuesAreThoseOfTheCpu) {
     ASSERT_EQ(run_processes(n, "Values"), std::vector<int>(static_cast<size_t>(n), 0)) << n << " ranks";
   }
 }
+
+#if defined(PYCOMM_CUDA_EMULATED)
+// As under Slurm's --gpus-per-task: a peer's GPU has no number here, its memory has a handle.
+TEST(PeerProcesses, RanksThatSeeTheirOwnGpuOnly) {
+  ASSERT_EQ(run_processes(3, "Values", true), (std::vector<int>{0, 0, 0}));
+}
+
+TEST(PeerProcess, DISABLED_WithoutAPath) {
+  setenv("CUDA_ON_CPU_PEER_ACCESS", "0", 1);
+  PeerRank self;
+  SharedBoard* board = nullptr;
+  ASSERT_NO_FATAL_FAILURE(take_place(self, &board));
+  self.exchange = exchange_of(board, self.rank, self.size, 60);
+  const Status s = make_peer(self, small_options());
+  EXPECT_EQ(s.code(), Code::kSystem);
+  for (const char* part :
+       {"peer memory: rank 0: rank 1: cudaIpcOpenMemHandle", "its GPU 0000:02:00.0 is not visible",
+        "CUDA_VISIBLE_DEVICES", "cudaErrorPeerAccessUnsupported"}) {
+    EXPECT_NE(s.message().find(part), std::string::npos) << s.message();
+  }
+}
+
+TEST(PeerProcesses, HandlesThatDoNotOpenAreAgreedOn) {
+  ASSERT_EQ(run_processes(2, "WithoutAPath", true), (std::vector<int>{0, 0}));
+}
+#endif
 
 // Every dtype and operation, pulled and pushed, at an alignment that no tensor of torch has.
 TEST(PeerProcess, DISABLED_EveryCase) {
