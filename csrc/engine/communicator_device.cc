@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "engine/communicator.h"
+#include "engine/compressed.h"
 
 namespace pycomm {
 
@@ -32,12 +33,7 @@ Status Communicator::prepare_on_device(Request* request, const char* algorithm) 
                "use one that does (pycomm schedule list shows them)",
                algorithm));
   }
-  if (sig.compression != Compression::kNone) {
-    if (sig.dtype != DType::kFloat32) return refuse("compression on CUDA is of float32 tensors");
-    if (sig.kind != CallKind::kAllReduce && sig.kind != CallKind::kReduceScatter &&
-        sig.kind != CallKind::kAllGather)
-      return refuse("there is no compression of this collective");
-  }
+  if (sig.compression != Compression::kNone) PYCOMM_RETURN_IF_ERROR(check_compression(sig, false));
   uint64_t hash = 0;
   for (const uint64_t c : request->counts) hash = hash_mix(hash, c);
   sig.extra = hash_mix(hash, 0);

@@ -61,21 +61,6 @@ Status run_algorithms(NcclRank& me) {
   return worker.result();
 }
 
-Status run_wire(NcclRank& me) {
-  Worker worker(me);
-  for (const char* name : {"direct", "ring", "halving_doubling"}) {
-    for (const DType t : {DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2}) {
-      Case c;
-      c.algorithm = find_algorithm(Collective::kAllReduce, name);
-      c.counts = {5003};
-      c.slice_bytes = 4096;
-      c.wire = t;
-      PYCOMM_RETURN_IF_ERROR(worker.run(c));
-    }
-  }
-  return worker.result();
-}
-
 Status run_native_case(NcclRank& me, Collective collective, DType t, ReduceOp op, DeviceArena& arena,
                        std::mt19937_64& rng) {
   const std::vector<uint64_t> counts = has_parts(collective)
@@ -143,7 +128,7 @@ Status be_a_rank(const char* what) {
   me.patience.timeout_s = 120;  // ranks that share a GPU take turns
   PYCOMM_RETURN_IF_ERROR(nccl::NcclComm::init(id, me.n, me.rank, device, me.patience, &me.comm));
   const std::string name = mode;
-  Status s = name == "algorithms" ? run_algorithms(me) : name == "wire" ? run_wire(me) : run_native_cases(me);
+  Status s = name == "algorithms" ? run_algorithms(me) : run_native_cases(me);
   if (s.ok()) s = me.comm.finalize(me.patience);
   if (me.comm.valid()) (void)me.comm.abort();
   return s;
@@ -188,7 +173,7 @@ std::vector<int> run_processes(int n, const char* mode) {
 }
 
 class NcclGpu : public testing::TestWithParam<const char*> {};
-INSTANTIATE_TEST_SUITE_P(Gpu, NcclGpu, testing::Values("algorithms", "wire", "native"),
+INSTANTIATE_TEST_SUITE_P(Gpu, NcclGpu, testing::Values("algorithms", "native"),
                          [](const auto& info) { return std::string(info.param); });
 
 TEST_P(NcclGpu, HasTheBitsOfTheCpu) {

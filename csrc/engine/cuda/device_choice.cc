@@ -1,8 +1,10 @@
 // Which way serves a call. Everything here follows from what the ranks agreed on, so they choose alike.
 #include <algorithm>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
 
+#include "engine/cuda/device_coded.h"
 #include "engine/cuda/device_impl.h"
 #include "engine/cuda/rounds_binding.h"
 #include "schedule/catalog.h"
@@ -16,11 +18,18 @@ constexpr uint64_t kAll = std::numeric_limits<uint64_t>::max();
 constexpr uint64_t kPeerBytes = uint64_t{1} << 20;
 
 constexpr uint8_t code(DeviceWay w) { return static_cast<uint8_t>(w); }
+bool is_reduction(CallKind kind) {
+  return kind == CallKind::kAllReduce || kind == CallKind::kReduceScatter || kind == CallKind::kReduce;
+}
 bool is_peer(uint8_t way) {
   return way == code(DeviceWay::kPeer) || way == code(DeviceWay::kPeerOneShot) ||
          way == code(DeviceWay::kPeerTwoShot);
 }
 bool has_two_ways(CallKind kind) { return kind == CallKind::kAllReduce || kind == CallKind::kBroadcast; }
+bool is_named(uint8_t way, std::initializer_list<const char*> names) {
+  return std::any_of(names.begin(), names.end(),
+                     [&](const char* name) { return std::strcmp(device_way_name(way), name) == 0; });
+}
 
 std::vector<uint8_t> ways_of(CallKind kind) {
   std::vector<uint8_t> all;
@@ -113,16 +122,17 @@ Status DeviceEngine::Impl::plan_of(const Call& call, uint8_t algorithm, bool in_
 
 Status DeviceEngine::Impl::supports(const Call& call, uint8_t way) {
   const Signature& sig = call.sig;
-  const bool reduces = sig.kind == CallKind::kAllReduce || sig.kind == CallKind::kReduceScatter ||
-                       sig.kind == CallKind::kReduce;
+  const bool reduces = is_reduction(sig.kind);
+  if (is_coded_gather(call)) return supports(CodedGather(call, link).call, way);
   const auto no = [&](Code c, const std::string& why) {
     return Status::error(
         c, format("%s/%s on CUDA: %s", call_kind_name(sig.kind), device_way_name(way), why.c_str()));
   };
   if (is_peer(way)) {
     if (peers == nullptr) return no(Code::kValue, why_no_peers);
-    if (sig.kind == CallKind::kAllToAll) return no(Code::kValue, "peers' memory has no all_to_all; use nccl");
-    if (sig.compression != Compression::kNone) return no(Code::kValue, "nothing is compressed; use direct");
+    if (sig.kind == CallKind::kAllToAll) return no(Code::kValue, "peers' memory has no all_to_all");
+    if (sig.compression != Compression::kNone)
+      return no(Code::kValue, "kernels over peers' memory carry no codes; direct over NCCL does");
     if (reduces && !cuda::reduce_supported(sig.dtype, sig.op)) {
       return no(Code::kValue,
                 format("there is no kernel for %s of %s", reduce_op_name(sig.op), dtype_name(sig.dtype)));
@@ -132,7 +142,8 @@ Status DeviceEngine::Impl::supports(const Call& call, uint8_t way) {
   if (!has_nccl) return no(Code::kValue, why_no_nccl);
   if (sig.kind == CallKind::kAllToAll) return Status();
   if (way == code(DeviceWay::kNccl)) {
-    if (sig.compression != Compression::kNone) return no(Code::kValue, "nothing is compressed; use direct");
+    if (sig.compression != Compression::kNone)
+      return no(Code::kValue, "NCCL's own carry no codes; direct does");
     return cuda::native_supported(native_call(call, {}), link.n_ranks);
   }
   const Algorithm& a = catalog()[way];
@@ -145,14 +156,32 @@ Status DeviceEngine::Impl::supports(const Call& call, uint8_t way) {
   return cuda::check_rounds(rounds_call(call, {}, plan));
 }
 
-Status DeviceEngine::choose(const DeviceTables& tables, Call* call) const {
-  Impl& d = *impl_;
+// Schedules over NCCL, the one to be tried first in front. `direct` rounds once, in two rounds, but sends to
+// everybody and combines all at once; a schedule of log2(n) rounds keeps T as well.
+std::vector<uint8_t> DeviceEngine::Impl::schedules_for(const Signature& sig) const {
+  const auto is_direct = [](uint8_t way) { return is_named(way, {"direct"}); };
+  const auto in_log_rounds = [](uint8_t way) {
+    return is_named(way, {"halving_doubling", "halving", "binomial"});
+  };
+  const bool direct_first = sig.compression != Compression::kNone ||
+                            (link.n_ranks <= cuda::kMaxReduceSrcs && (link.one_host || !sig.deterministic));
+  std::vector<uint8_t> ways;
+  for (const uint8_t way : ways_of(sig.kind)) {
+    if (way < catalog().size()) ways.push_back(way);
+  }
+  std::stable_partition(ways.begin(), ways.end(), is_direct);
+  if (!direct_first) std::stable_partition(ways.begin(), ways.end(), in_log_rounds);
+  return ways;
+}
+
+Status DeviceEngine::Impl::choose(const DeviceTables& tables, Call* call) {
   Signature& sig = call->sig;
-  if (d.link.n_ranks == 1) return Status();
-  if (sig.algorithm != code(DeviceWay::kAuto)) return d.supports(*call, sig.algorithm);
+  if (link.n_ranks == 1) return Status();
+  if (sig.algorithm != code(DeviceWay::kAuto)) return supports(*call, sig.algorithm);
   std::vector<uint8_t> order;
   if (sig.kind != CallKind::kAllToAll) {
-    const uint64_t n_bytes = sig.count * dtype_size(sig.dtype);
+    const uint64_t n_bytes =
+        is_coded_gather(*call) ? CodedGather(*call, link).call.sig.count : sig.count * dtype_size(sig.dtype);
     for (const DeviceTables::Row& r : tables.of(static_cast<Collective>(sig.kind))) {
       if (n_bytes > r.max_bytes) continue;
       order.push_back(r.way);
@@ -163,19 +192,26 @@ Status DeviceEngine::choose(const DeviceTables& tables, Call* call) const {
   const bool peers_first = order.empty() || is_peer(order[0]);
   order.push_back(code(peers_first ? DeviceWay::kPeer : DeviceWay::kNccl));
   order.push_back(code(peers_first ? DeviceWay::kNccl : DeviceWay::kPeer));
-  for (const uint8_t way : ways_of(sig.kind)) {
-    if (way < catalog().size() && std::strcmp(catalog()[way].name, "direct") == 0) order.push_back(way);
-  }
-  Status first;
+  for (const uint8_t way : schedules_for(sig)) order.push_back(way);
+  Code first = Code::kOk;
+  std::vector<std::string> reasons;
   for (const uint8_t way : order) {
-    Status s = d.supports(*call, way);
+    const Status s = supports(*call, way);
     if (s.ok()) {
       sig.algorithm = way;
-      return s;
+      return Status();
     }
-    if (first.ok()) first = std::move(s);
+    if (reasons.empty()) first = s.code();
+    const std::string why = s.message().substr(s.message().find(": ") + 2);  // without the way's name
+    if (std::find(reasons.begin(), reasons.end(), why) == reasons.end()) reasons.push_back(why);
   }
-  return first;
+  std::string all;
+  for (const std::string& why : reasons) all += (all.empty() ? "" : "; and ") + why;
+  return Status::error(first, format("%s on CUDA: %s", call_kind_name(sig.kind), all.c_str()));
+}
+
+Status DeviceEngine::choose(const DeviceTables& tables, Call* call) const {
+  return impl_->choose(tables, call);
 }
 
 std::vector<uint8_t> DeviceEngine::ways(Collective collective) const {

@@ -3,6 +3,7 @@
 //   device_engine.cc   what a communicator has: peers' memory, NCCL
 //   device_choice.cc   which way serves a call: tables, and what each way can do
 //   device_issue.cc    one call, from its turn to its end
+//   device_coded.cc    all_gather of codes
 //   device_staged.cc   the collectives that peers' memory has not, made of those that it has
 //   device_watch.cc    what goes wrong after a call was issued
 //   device_end.cc      turns and ends
@@ -81,13 +82,14 @@ struct DeviceEngine::Impl {
 
   // ---- device_engine.cc
   Status make_peers();
-  Status find_nccl();
   Status need_nccl(double timeout_s);
   nccl::Patience patience(double timeout_s);
 
   // ---- device_choice.cc
-  // kOk, or why this way cannot run the call.
+  // kOk, or why this way cannot run the call: "all_reduce/ring …: why".
   Status supports(const Call& call, uint8_t way);
+  std::vector<uint8_t> schedules_for(const Signature& sig) const;
+  Status choose(const DeviceTables& tables, Call* call);
   Status plan_of(const Call& call, uint8_t algorithm, bool in_place, const cuda::RoundPlan** out);
 
   // ---- device_issue.cc
@@ -113,6 +115,10 @@ struct DeviceEngine::Impl {
   Status gather_pieces(const Buffer& from, std::byte* to, DType dtype) const;
   Status spread_pieces(const std::byte* from, const Buffer& to, DType dtype) const;
   cuda::Stream stream() const { return context->streams().comm(); }
+
+  // ---- device_coded.cc
+  Status coded_scratch_bytes(const Call& call, size_t* out);
+  Status gather_coded(const Call& call, const Plain& plain, std::byte* scratch, double timeout_s);
 
   // ---- device_staged.cc
   size_t staged_bytes(const Call& call) const;

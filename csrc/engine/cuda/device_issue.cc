@@ -7,7 +7,7 @@
 // and is rounded at the end. So do the CPU engine (engine/convert.h) and the rounds over NCCL: the same bits.
 #include <algorithm>
 
-#include "engine/cuda/device_impl.h"
+#include "engine/cuda/device_coded.h"
 #include "engine/cuda/rounds_binding.h"
 #include "schedule/catalog.h"
 
@@ -91,6 +91,7 @@ bool DeviceEngine::Impl::in_place(const Call& call, const Plain& plain) const {
 Status DeviceEngine::Impl::scratch_bytes(const Call& call, size_t* out) {
   *out = 0;
   if (link.n_ranks == 1 || call.sig.kind == CallKind::kAllToAll) return Status();
+  if (is_coded_gather(call)) return coded_scratch_bytes(call, out);
   if (!is_rounds(call.sig.algorithm)) {
     if (call.sig.algorithm == static_cast<uint8_t>(DeviceWay::kNccl)) return Status();
     if (call.sig.op != ReduceOp::kPremulSum) {
@@ -170,6 +171,7 @@ Status DeviceEngine::Impl::alone(const Call& call, const Plain& plain) {
 Status DeviceEngine::Impl::by_way(const Call& call, const Plain& plain, std::byte* scratch,
                                   double timeout_s) {
   if (link.n_ranks == 1) return alone(call, plain);
+  if (is_coded_gather(call)) return gather_coded(call, plain, scratch, timeout_s);
   const Signature& sig = call.sig;
   if (sig.kind == CallKind::kAllToAll) {
     return cuda::run_all_to_all(comm, stream(), plain.in, call.send_counts, plain.out, call.recv_counts,

@@ -251,7 +251,7 @@ Status NcclRounds::Run::launch(const Batch& batch, uint32_t tile, uint32_t slot)
   std::vector<const void*> srcs;
   srcs.reserve(batch.steps.size() * static_cast<size_t>(batch.n_srcs));
   for (const LocalStep& step : batch.steps) {
-    const uint64_t n = cut_.slice_len(plan_.part[step.dst], tile);
+    const uint64_t n = cut_.slice_len(step.part, tile);
     if (n == 0) continue;
     std::byte* const dst = address(step.dst, tile, slot);
     const void* const* first = srcs.data() + srcs.size();

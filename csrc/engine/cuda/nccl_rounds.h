@@ -7,13 +7,11 @@
 // while one tile is reduced, the next one travels. Nothing waits on the host.
 //
 // Numbers (docs/numerics.md): a round's operands are combined at once, in float32 for low precision. Where
-// the result has to be T and a schedule has several hops, low precision runs in float32 throughout.
+// the result has to be T and a schedule has several hops, or a reduction is cut (round_plan.h), low precision
+// runs in float32 throughout.
 // premul_sum multiplies first, avg divides last, both as the CPU engine does: the same bits.
 //
-// With `wire`, float32 data are cast to that type first, travel and are combined in it (rounded at each hop,
-// as if it were the tensor's type), and are cast back: every rank ends with what the owner sent.
-//
-// With `codes`, float32 data travel as block codes (block_codes.h), in the direct algorithm only:
+// With `codes`, data travel as block codes of float32 (block_codes.h), in the direct algorithm only:
 // contributions are encoded where they are sent, an owner combines them with its own in float32, and encodes
 // the result once more for all; it keeps what it sent, so all ranks have the same bits. `residual` is error
 // feedback, one float32 for each element of the vector, kept by the caller from call to call.
@@ -53,8 +51,7 @@ struct RoundsCall {
   ReduceOp op = ReduceOp::kSum;
   double scalar = 1;  // premul_sum: this rank's factor
   bool deterministic = false;
-  std::optional<DType> wire;   // float16, bfloat16, float8: of float32 tensors
-  std::optional<DType> codes;  // int8, float8_e4m3fn, float16, bfloat16: of float32 tensors, with direct
+  std::optional<DType> codes;  // int8, float8_e4m3fn, float16, bfloat16: smaller than dtype, with direct
   float* residual = nullptr;   // with codes
 };
 

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <map>
+#include <span>
 #include <utility>
 
 #include "engine/fuse.h"
 #include "kernels/cuda/kernels.h"
+#include "schedule/builder.h"
 
 namespace pycomm::cuda {
 
@@ -56,8 +58,9 @@ class RoundMaker {
     for (size_t i = 0; i < landed.size(); i++) {
       if (!landed[i]) round_.recvs[i].place = {true, n++};
     }
-    *n_staging = std::max(*n_staging, n);
+    n_staged_ = n;
     batch();
+    *n_staging = std::max(*n_staging, n_staged_);
     return std::move(round_);
   }
 
@@ -91,23 +94,36 @@ class RoundMaker {
 
   // Greedily: a step goes into the first batch after all those that it must follow.
   void batch() {
-    std::vector<size_t> level(instrs_.size());
-    std::map<std::pair<size_t, int>, Batch> batches;
+    std::vector<size_t> last(instrs_.size());  // the level of each one's result
     for (size_t k = 0; k < instrs_.size(); k++) {
       const Instr& instr = instrs_[k];
+      size_t level = 0;
       for (size_t j = 0; j < k; j++) {
-        if (conflict(instrs_[j], instr)) level[k] = std::max(level[k], level[j] + 1);
+        if (conflict(instrs_[j], instr)) level = std::max(level, last[j] + 1);
       }
-      LocalStep step{instr.dsts[0].chunk, {}};
-      for (const Ref r : instr.srcs) step.srcs.push_back(operand(r));
-      const bool has_landed = step.srcs.size() == 1 && !step.srcs[0].staged && step.srcs[0].at == step.dst;
-      if (has_landed) continue;
-      const int n_srcs = static_cast<int>(step.srcs.size());
-      Batch& b = batches[{level[k], n_srcs}];
-      b.n_srcs = n_srcs;
-      b.steps.push_back(std::move(step));
+      const uint32_t dst = instr.dsts[0].chunk;
+      std::vector<Operand> srcs;
+      for (const Ref r : instr.srcs) srcs.push_back(operand(r));
+      const bool has_landed = srcs.size() == 1 && !srcs[0].staged && srcs[0].at == dst;
+      last[k] = has_landed ? level : reduce({false, dst}, s_.part[dst], srcs, level);
     }
-    for (auto& [key, b] : batches) round_.batches.push_back(std::move(b));
+    for (auto& [key, b] : batches_) round_.batches.push_back(std::move(b));
+  }
+  // dst = T of the sources, from batch `level` on; the batch in which that is done.
+  size_t reduce(Operand dst, uint32_t part, std::span<const Operand> srcs, size_t level) {
+    std::vector<Operand> operands(srcs.begin(), srcs.end());
+    if (srcs.size() > kMaxReduceSrcs) {
+      const auto left = static_cast<size_t>(canonical_left(static_cast<int>(srcs.size())));
+      operands = {{true, n_staged_}, {true, n_staged_ + 1}};
+      n_staged_ += 2;
+      const size_t first = reduce(operands[0], part, srcs.first(left), level);
+      level = std::max(first, reduce(operands[1], part, srcs.subspan(left), level)) + 1;
+    }
+    const int n_srcs = static_cast<int>(operands.size());
+    Batch& b = batches_[{level, n_srcs}];
+    b.n_srcs = n_srcs;
+    b.steps.push_back({dst, part, std::move(operands)});
+    return level;
   }
   bool conflict(const Instr& before, const Instr& after) const {
     const auto reads = [&](const Instr& i, uint32_t place) {
@@ -121,24 +137,11 @@ class RoundMaker {
   const Schedule& s_;
   const std::vector<uint32_t>& at_;
   std::vector<Instr> instrs_;
-  std::vector<Ref> incoming_;  // of each receive, the peer's chunk
+  std::vector<Ref> incoming_;                        // of each receive, the peer's chunk
+  std::map<std::pair<size_t, int>, Batch> batches_;  // by level and number of sources
+  uint32_t n_staged_ = 0;                            // places in staging so far
   PlanRound round_;
 };
-
-Status check_sources(const RoundPlan& plan) {
-  for (const PlanRound& round : plan.rounds) {
-    for (const Batch& b : round.batches) {
-      if (b.n_srcs <= kMaxReduceSrcs) continue;
-      return Status::error(
-          Code::kSchedule,
-          format("%s/%s of %d ranks combines %d operands at once, and the CUDA kernels take %d; use "
-                 "another algorithm (%s)",
-                 collective_name(plan.collective), plan.algorithm, plan.n_ranks, b.n_srcs, kMaxReduceSrcs,
-                 known_algorithms(plan.collective).c_str()));
-    }
-  }
-  return Status();
-}
 
 }  // namespace
 
@@ -158,7 +161,10 @@ Status make_round_plan(const Algorithm& a, int rank, int n_ranks, int root, int 
   for (const Schedule& s : schedules) {
     std::vector<Instr> instrs;
     PYCOMM_RETURN_IF_ERROR(fuse(s, sends, locations_of(s, in_place), &instrs));
-    for (const Instr& i : instrs) plan.complete &= i.srcs.size() == 1 || is_complete(i, schedules);
+    for (const Instr& i : instrs) {
+      plan.complete &= i.srcs.size() == 1 || is_complete(i, schedules);
+      plan.cut |= i.srcs.size() > kMaxReduceSrcs;
+    }
     if (s.rank == rank) mine = std::move(instrs);
   }
 
@@ -195,7 +201,7 @@ Status make_round_plan(const Algorithm& a, int rank, int n_ranks, int root, int 
     }
     plan.rounds.push_back(round.finish(&plan.n_staging));
   }
-  PYCOMM_RETURN_IF_ERROR(check_sources(plan));
+  plan.complete &= !plan.cut;
   *out = std::move(plan);
   return Status();
 }

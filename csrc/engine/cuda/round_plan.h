@@ -4,7 +4,9 @@
 // sees all operands rounds once. Words: a *landing* is where a receive puts its data: straight in a chunk
 // when nothing else of the round needs what that chunk holds, else in a *staging* place, from where a local
 // step takes it. A *batch* is a set of local steps with the same number of sources that do not touch each
-// other's memory: one launch. Batches run in order.
+// other's memory: one launch. Batches run in order. A reduction of more sources than a kernel takes
+// (kMaxReduceSrcs) is *cut* along the canonical tree, and its subtrees' values wait in staging places of
+// their own.
 //
 // A plan holds no pointer, count or dtype, and is cached by what make_round_plan is given. Cost: O(steps of
 // all ranks), since whether a reduction is complete depends on what the peers send.
@@ -36,7 +38,8 @@ struct Landing {
 };
 
 struct LocalStep {
-  uint32_t dst;
+  Operand dst;
+  uint32_t part;              // which slice of the vector that is
   std::vector<Operand> srcs;  // one: copy; more: reduced in the canonical tree, in this order
 };
 
@@ -58,6 +61,7 @@ struct RoundPlan {
   bool in_place = false;
   bool deterministic = false;  // the schedule's tree is T
   bool complete = false;  // on every rank each reduction sees all ranks' inputs: avg can divide inside it
+  bool cut = false;  // on some rank a reduction is; so nothing divides inside, and small floats are widened
   uint32_t n_parts = 0, n_in = 0, n_out = 0, n_scratch = 0;
   uint32_t n_staging = 0;      // places that the busiest round needs
   std::vector<uint32_t> part;  // of every chunk
@@ -69,8 +73,7 @@ struct RoundPlan {
   }
 };
 
-// kSchedule when the schedule cannot be built, may not run in place, or needs more sources in one reduction
-// than the kernels take (kMaxReduceSrcs).
+// kSchedule when the schedule cannot be built, or may not run in place.
 Status make_round_plan(const Algorithm& algorithm, int rank, int n_ranks, int root, int n_chunks,
                        bool in_place, RoundPlan* out);
 

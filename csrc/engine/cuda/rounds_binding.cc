@@ -20,25 +20,28 @@ Status check_codes(const RoundsCall& call) {
                                     : refuse(call, Code::kValue, "a residual goes with codes only");
   }
   const RoundPlan& p = *call.plan;
-  const bool sums = call.op == ReduceOp::kSum || call.op == ReduceOp::kAvg;
-  if (call.dtype != DType::kFloat32 || !p.reduces() || !sums || !cuda::blocks_supported(*call.codes)) {
+  const bool sums = call.op == ReduceOp::kSum || call.op == ReduceOp::kAvg || call.op == ReduceOp::kPremulSum;
+  const bool is_float =
+      call.dtype == DType::kFloat32 || call.dtype == DType::kFloat16 || call.dtype == DType::kBFloat16;
+  const bool smaller =
+      is_float && cuda::blocks_supported(*call.codes) && dtype_size(*call.codes) < dtype_size(call.dtype);
+  if (!smaller || !p.reduces() || !sums) {
     return refuse(
         call, Code::kValue,
-        format("codes of %s for %s of %s; expected sum or avg of float32, and codes of int8, float8_e4m3fn, "
-               "float16 or bfloat16",
+        format("codes of %s for %s of %s; expected sum, avg or premul_sum of float32 (float16, bfloat16), "
+               "and smaller codes of int8, float8_e4m3fn, float16 or bfloat16",
                dtype_name(*call.codes), reduce_op_name(call.op), dtype_name(call.dtype)));
   }
-  if (std::string_view(p.algorithm) == "direct" && !call.wire.has_value() && !call.deterministic)
-    return Status();
-  return refuse(call, Code::kValue, "codes go with direct, without wire and deterministic=True");
+  if (std::string_view(p.algorithm) == "direct" && !call.deterministic) return Status();
+  return refuse(call, Code::kValue, "codes go with direct, without deterministic=True");
 }
 
 DType rounds_dtype(const RoundsCall& call) {
   const RoundPlan& p = *call.plan;
   if (!p.reduces()) return call.dtype;
-  if (call.wire.has_value()) return *call.wire;
   const bool widen = is_low_precision(call.dtype) &&
-                     (call.op == ReduceOp::kPremulSum || (call.deterministic && !p.complete));
+                     (call.op == ReduceOp::kPremulSum || (call.deterministic && !p.complete) || p.cut ||
+                      call.codes.has_value());
   return widen ? DType::kFloat32 : call.dtype;
 }
 
@@ -65,21 +68,7 @@ Status check_rounds(const RoundsCall& call) {
     return refuse(call, Code::kValue,
                   "does not add in the canonical order, which deterministic=True asks for");
   }
-  PYCOMM_RETURN_IF_ERROR(check_codes(call));
-  if (!call.wire.has_value()) return Status();
-  const bool smaller = is_low_precision(*call.wire) && call.dtype == DType::kFloat32;
-  if (!smaller || !p.reduces()) {
-    return refuse(
-        call, Code::kValue,
-        format("%s on the wire for %s; expected a reduction of float32 and float16, bfloat16, float8_e4m3fn "
-               "or float8_e5m2 on the wire",
-               dtype_name(*call.wire), dtype_name(call.dtype)));
-  }
-  if (call.deterministic && !p.complete) {
-    return refuse(call, Code::kValue,
-                  "rounds on the wire at each hop, so it cannot be deterministic; use direct");
-  }
-  return Status();
+  return check_codes(call);
 }
 
 Cut cut_for(const RoundsCall& call, size_t slice_bytes) {

@@ -2,8 +2,9 @@
 // cut.
 //
 // Whatever is decided here follows from what all ranks of a call agree on, so they decide alike. A copy of
-// the input is needed where it is multiplied (premul_sum) or cast (a wider type for determinism, a smaller
-// one for the wire); the result is then made in scratch and cast at the end. Nothing here touches a device.
+// the input is needed where it is multiplied (premul_sum) or cast to a wider type (for determinism, for
+// codes, or since a reduction is cut); the result is then made in scratch and cast at the end. Nothing here
+// touches a device.
 #pragma once
 
 #include <cstddef>

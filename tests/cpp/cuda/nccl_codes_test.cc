@@ -33,11 +33,11 @@ Floats plus(const Floats& a, const Floats& b) {
   return sum;
 }
 
-// One all_reduce/direct of the vectors; parts are equal up to 16 elements, slices of `slice` elements.
+// One all_reduce/direct of the vectors; parts are equal up to `line` elements, slices of `slice` elements.
 Expected all_reduce(DType code, ReduceOp op, const std::vector<Floats>& in, std::vector<Floats> residuals,
-                    bool with_residual, size_t slice) {
+                    bool with_residual, size_t slice, size_t line) {
   const size_t n = in.size(), count = in[0].size();
-  const size_t base = ((count + n - 1) / n + 15) / 16 * 16;
+  const size_t base = ((count + n - 1) / n + line - 1) / line * line;
   Expected e{Floats(count), std::move(residuals)};
   for (size_t owner = 0; owner < n; owner++) {
     const size_t end = std::min(count, base * (owner + 1));
@@ -81,7 +81,15 @@ struct Setting {
   ReduceOp op;
   size_t count, slice;
   bool in_place, residual;
+  DType dtype = DType::kFloat32;
 };
+
+// A vector as float32 numbers, multiplied as premul_sum does.
+Floats floats_of(const Bytes& b, DType dtype, float factor) {
+  Floats v(b.size() / dtype_size(dtype));
+  cast(DType::kFloat32, v.data(), dtype, b.data(), v.size(), factor);
+  return v;
+}
 
 // Three calls in a row, so that what is lost in one shows in the next.
 Status run_setting(NcclRank& me, cuda::DeviceStreams& streams, const Setting& x, Status* wrong) {
@@ -94,19 +102,25 @@ Status run_setting(NcclRank& me, cuda::DeviceStreams& streams, const Setting& x,
   PYCOMM_RETURN_IF_ERROR(make_round_plan(*find_algorithm(Collective::kAllReduce, "direct"), me.rank, me.n, 0,
                                          0, x.in_place, &plan));
   cuda::NcclRounds rounds(me.comm, streams, x.slice * 4);
-  void* const in = arena.place(x.count * 4, 0);
-  void* const out = x.in_place ? in : arena.place(x.count * 4, 8);
+  const size_t n_bytes = x.count * dtype_size(x.dtype);
+  const bool premul = x.op == ReduceOp::kPremulSum;
+  void* const in = arena.place(n_bytes, 0);
+  void* const out = x.in_place ? in : arena.place(n_bytes, 8);
   void* scratch = nullptr;
   for (int call = 0; call < 3; call++) {
     std::vector<Floats> all;
+    std::vector<Bytes> given;
     for (size_t q = 0; q < n; q++) {
-      const Bytes b = make_input(DType::kFloat32, x.op, false, x.count, rng);
-      all.emplace_back(x.count);
-      if (x.count > 0) std::memcpy(all.back().data(), b.data(), b.size());
+      const double by = premul ? factor(static_cast<int>(q)) : 1.0;
+      given.push_back(make_input(x.dtype, x.op, false, x.count, rng));
+      all.push_back(floats_of(given[q], x.dtype, static_cast<float>(by)));
     }
-    Expected want = all_reduce(x.code, x.op, all, residuals, x.residual, x.slice);
+    Expected want = all_reduce(x.code, premul ? ReduceOp::kSum : x.op, all, residuals, x.residual, x.slice,
+                               64 / dtype_size(x.dtype));
     residuals = want.residuals;
-    if (x.count > 0 && cudaMemcpy(in, all[r].data(), x.count * 4, cudaMemcpyHostToDevice) != cudaSuccess) {
+    Bytes result(n_bytes);
+    cast(x.dtype, result.data(), DType::kFloat32, want.out.data(), x.count, 1.0f);
+    if (x.count > 0 && cudaMemcpy(in, given[r].data(), n_bytes, cudaMemcpyHostToDevice) != cudaSuccess) {
       return Status::error(Code::kSystem, "cudaMemcpy");
     }
     cuda::RoundsCall c;
@@ -114,8 +128,9 @@ Status run_setting(NcclRank& me, cuda::DeviceStreams& streams, const Setting& x,
     c.in = in;
     c.out = out;
     c.count = x.count;
-    c.dtype = DType::kFloat32;
+    c.dtype = x.dtype;
     c.op = x.op;
+    c.scalar = factor(me.rank);
     c.codes = x.code;
     if (x.residual) c.residual = static_cast<float*>(residual);
     size_t n_scratch = 0;
@@ -128,7 +143,7 @@ Status run_setting(NcclRank& me, cuda::DeviceStreams& streams, const Setting& x,
     }
     const std::string what = format("%s %s of %d ranks, %d elements, call %d: ", dtype_name(x.code),
                                     reduce_op_name(x.op), me.n, static_cast<int>(x.count), call);
-    const auto got = same(DType::kFloat32, arena.read(out, x.count * 4), bytes_of(want.out));
+    const auto got = same(x.dtype, arena.read(out, n_bytes), result);
     if (!got && wrong->ok()) *wrong = Status::error(Code::kSystem, what + got.message());
     const auto kept = same(DType::kFloat32, arena.read(residual, x.count * 4), bytes_of(residuals[r]));
     if (!kept && wrong->ok()) *wrong = Status::error(Code::kSystem, what + "residual: " + kept.message());
@@ -144,12 +159,16 @@ TEST(NcclCodes, AllReduceIsWhatTheCpuSays) {
       std::unique_ptr<cuda::DeviceStreams> streams;
       PYCOMM_RETURN_IF_ERROR(cuda::DeviceStreams::make(me.rank, &streams));
       Status wrong;
-      for (const Setting& x : {Setting{DType::kInt8, ReduceOp::kAvg, 2000, 512, true, true},
-                               Setting{DType::kInt8, ReduceOp::kSum, 1999, 256, false, false},
-                               Setting{DType::kFloat8E4M3, ReduceOp::kAvg, 777, 4096, false, true},
-                               Setting{DType::kFloat16, ReduceOp::kSum, 3, 64, true, false},
-                               Setting{DType::kBFloat16, ReduceOp::kAvg, 601, 128, true, true},
-                               Setting{DType::kInt8, ReduceOp::kAvg, 0, 64, false, true}}) {
+      for (const Setting& x :
+           {Setting{DType::kInt8, ReduceOp::kAvg, 2000, 512, true, true},
+            Setting{DType::kInt8, ReduceOp::kSum, 1999, 256, false, false},
+            Setting{DType::kFloat8E4M3, ReduceOp::kAvg, 777, 4096, false, true},
+            Setting{DType::kFloat16, ReduceOp::kSum, 3, 64, true, false},
+            Setting{DType::kBFloat16, ReduceOp::kAvg, 601, 128, true, true},
+            Setting{DType::kInt8, ReduceOp::kPremulSum, 900, 512, true, true},
+            Setting{DType::kInt8, ReduceOp::kSum, 901, 512, true, true, DType::kBFloat16},
+            Setting{DType::kFloat8E4M3, ReduceOp::kAvg, 900, 256, false, false, DType::kFloat16},
+            Setting{DType::kInt8, ReduceOp::kAvg, 0, 64, false, true}}) {
         PYCOMM_RETURN_IF_ERROR(run_setting(me, *streams, x, &wrong));
       }
       return wrong;
@@ -175,17 +194,17 @@ TEST(NcclCodes, WhatDoesNotGoTogetherIsRefused) {
   c.dtype = DType::kFloat32;
   c.codes = DType::kInt8;
   EXPECT_EQ(refusal("direct", c), "");
-  const char* const only_direct = " over NCCL: codes go with direct, without wire and deterministic=True";
+  const char* const only_direct = " over NCCL: codes go with direct, without deterministic=True";
   EXPECT_EQ(refusal("ring", c), std::string("all_reduce/ring") + only_direct);
   EXPECT_EQ(refusal("one_shot", c), std::string("all_reduce/one_shot") + only_direct);
   c.deterministic = true;
   EXPECT_EQ(refusal("direct", c), std::string("all_reduce/direct") + only_direct);
   c.deterministic = false;
   c.op = ReduceOp::kMax;
-  EXPECT_EQ(refusal("direct", c),
-            "all_reduce/direct over NCCL: codes of int8 for max of float32; expected sum or avg of float32, "
-            "and codes of "
-            "int8, float8_e4m3fn, float16 or bfloat16");
+  EXPECT_EQ(
+      refusal("direct", c),
+      "all_reduce/direct over NCCL: codes of int8 for max of float32; expected sum, avg or premul_sum of "
+      "float32 (float16, bfloat16), and smaller codes of int8, float8_e4m3fn, float16 or bfloat16");
   c.op = ReduceOp::kSum;
   c.codes.reset();
   float residual[10] = {};

@@ -1,4 +1,4 @@
-// main() of the tests over NCCL: eight devices, and the loopback NCCL as the library that is opened. A
+// main() of the tests over NCCL: 64 devices, and the loopback NCCL as the library that is opened. A
 // process that was started as a rank (nccl_process_test.cc) does that instead of tests.
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@ int run_as_rank(const char* what);  // the exit status
 }
 
 // Before main(): the shim reads it once.
-static const int devices_are_set = setenv("CUDA_ON_CPU_DEVICES", "8", 1);
+static const int devices_are_set = setenv("CUDA_ON_CPU_DEVICES", "64", 1);
 
 int main(int argc, char** argv) {
   (void)devices_are_set;

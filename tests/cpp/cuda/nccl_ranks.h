@@ -2,7 +2,7 @@
 //
 // run_nccl_ranks(n, fn) makes one communicator of n ranks and calls fn(Rank&) on n threads; a rank whose
 // Status is not ok fails the test. The loopback is opened through PYCOMM_NCCL_LIB, which main() of these
-// tests (nccl_main.cc) has set, together with eight devices. ScopedEnv sets a variable for one test.
+// tests (nccl_main.cc) has set, together with 64 devices. ScopedEnv sets a variable for one test.
 #pragma once
 
 #include <gtest/gtest.h>

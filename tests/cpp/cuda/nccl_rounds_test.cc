@@ -24,7 +24,6 @@ class EveryAlgorithm : public testing::TestWithParam<int> {
   const Algorithm& algorithm() const { return catalog()[static_cast<size_t>(GetParam())]; }
 };
 class EveryReduction : public EveryAlgorithm {};
-class EveryReductionOfVectors : public EveryAlgorithm {};
 
 std::vector<int> algorithms_of(const std::vector<Collective>& collectives) {
   std::vector<int> found;
@@ -45,10 +44,6 @@ INSTANTIATE_TEST_SUITE_P(Nccl, EveryReduction,
                          testing::ValuesIn(algorithms_of({Collective::kAllReduce, Collective::kReduceScatter,
                                                           Collective::kReduce})),
                          name_of);
-INSTANTIATE_TEST_SUITE_P(Nccl, EveryReductionOfVectors,
-                         testing::ValuesIn(algorithms_of({Collective::kAllReduce, Collective::kReduce})),
-                         name_of);
-
 #if defined(__SANITIZE_THREAD__)
 const std::vector<int> kRanks = {2, 3};  // under that sanitizer a kernel takes tens of milliseconds
 const std::vector<uint64_t> kSizes = {40};
@@ -105,24 +100,6 @@ TEST_P(EveryReduction, IsDeterministicWhereItSaysSo) {
         } else {
           (void)worker.arena.finish();
         }
-      }
-      return worker.result();
-    });
-  }
-}
-
-TEST_P(EveryReductionOfVectors, CarriesSmallFloatsOnTheWire) {
-  for (const int n : {2, 5}) {
-    run_nccl_ranks(n, [&](NcclRank& me) -> Status {
-      Worker worker(me);
-      for (const DType t : {DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2}) {
-        Case c;
-        c.algorithm = &algorithm();
-        c.counts = {131};
-        c.op = t == DType::kBFloat16 ? ReduceOp::kAvg : ReduceOp::kSum;
-        c.in_place = algorithm().in_place && t == DType::kFloat16;
-        c.wire = t;
-        PYCOMM_RETURN_IF_ERROR(worker.run(c));
       }
       return worker.result();
     });
@@ -207,31 +184,60 @@ TEST(NcclRounds, WrongCallsSayWhatIsExpected) {
       plan_and_check(ring, 2, false, call).message(),
       "all_reduce/ring over NCCL: does not add in the canonical order, which deterministic=True asks for");
   call.deterministic = false;
-  call.wire = DType::kInt8;
-  EXPECT_EQ(plan_and_check(direct, 2, false, call).message(),
-            "all_reduce/direct over NCCL: int8 on the wire for float32; expected a reduction of float32 and "
-            "float16, "
-            "bfloat16, float8_e4m3fn or float8_e5m2 on the wire");
-  call.wire.reset();
   const std::vector<uint64_t> counts = {50, 49};
   call.counts = counts;
   EXPECT_EQ(plan_and_check(direct, 2, false, call).message(),
             "all_reduce/direct over NCCL: 2 counts with a sum of 99, expected 2 with a sum of 100");
 }
 
-TEST(NcclRounds, TooManyOperandsForTheKernelsAreRefusedWhenPlanned) {
+// More ranks than a kernel takes sources: reductions are cut along T, so the bits are those of one kernel.
+TEST(NcclRounds, MoreRanksThanAKernelTakesSources) {
+  run_nccl_ranks(35, [&](NcclRank& me) -> Status {
+    Worker worker(me);
+    for (const char* name : {"direct", "one_shot"}) {
+      for (const auto& [dtype, op] : {std::pair{DType::kFloat32, ReduceOp::kSum},
+                                      {DType::kBFloat16, ReduceOp::kAvg},
+                                      {DType::kFloat16, ReduceOp::kSum},
+                                      {DType::kInt16, ReduceOp::kMax}}) {
+        Case c;
+        c.algorithm = find_algorithm(Collective::kAllReduce, name);
+        c.dtype = dtype;
+        c.op = op;
+        c.counts = {70};
+        c.deterministic = true;
+        c.exact = false;
+        PYCOMM_RETURN_IF_ERROR(worker.run(c));
+      }
+    }
+    return worker.result();
+  });
+}
+
+TEST(NcclRounds, WhatCannotRunInPlaceIsRefusedWhenPlanned) {
   RoundPlan plan;
-  const Algorithm& direct = *find_algorithm(Collective::kAllReduce, "direct");
-  ASSERT_OK(cuda::make_round_plan(direct, 0, 32, 0, 0, false, &plan));
-  const Status s = cuda::make_round_plan(direct, 0, 33, 0, 0, false, &plan);
-  EXPECT_EQ(s.code(), Code::kSchedule);
-  EXPECT_EQ(s.message().find(
-                "all_reduce/direct of 33 ranks combines 33 operands at once, and the CUDA kernels take 32"),
-            0u)
-      << s.message();
   const Algorithm& one_shot = *find_algorithm(Collective::kAllReduce, "one_shot");
   EXPECT_EQ(cuda::make_round_plan(one_shot, 0, 2, 0, 0, true, &plan).message(),
             "all_reduce/one_shot cannot run in place");
+}
+
+// T(40) = T(24) + T(16), T(64) = T(32) + T(32), T(96) = T(64) + T(32) (docs/numerics.md).
+TEST(RoundPlan, LargeReductionsAreCutAlongTheTree) {
+  const auto shape = [](int n, int rank) {
+    RoundPlan plan;
+    EXPECT_TRUE(
+        make_round_plan(*find_algorithm(Collective::kReduce, "direct"), rank, n, 0, 0, false, &plan).ok());
+    EXPECT_EQ(plan.cut, n > 32) << n << ", rank " << rank;
+    EXPECT_EQ(plan.complete, n <= 32);
+    std::vector<std::pair<int, size_t>> batches;  // sources, steps
+    for (const cuda::Batch& b : plan.rounds[0].batches) batches.emplace_back(b.n_srcs, b.steps.size());
+    return batches;
+  };
+  using Shape = std::vector<std::pair<int, size_t>>;
+  EXPECT_EQ(shape(32, 0), (Shape{{32, 1}}));
+  EXPECT_EQ(shape(40, 0), (Shape{{16, 1}, {24, 1}, {2, 1}}));
+  EXPECT_EQ(shape(64, 0), (Shape{{32, 2}, {2, 1}}));
+  EXPECT_EQ(shape(96, 0), (Shape{{32, 3}, {2, 1}, {2, 1}}));
+  EXPECT_EQ(shape(40, 39), Shape{}) << "every rank knows that the root's is cut";
 }
 
 TEST(RoundPlan, DirectIsOneReductionOfAllRanks) {

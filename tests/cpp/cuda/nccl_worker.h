@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <array>
 #include <memory>
-#include <optional>
 
 #include "cuda/nccl_inputs.h"
 #include "cuda/nccl_ranks.h"
@@ -26,15 +25,14 @@ struct Case {
   bool exact = true;
   size_t slice_bytes = 64;
   size_t off = 0;  // misalignment of the tensors modulo 16
-  std::optional<DType> wire = {};
 
   std::string text(int n) const {
     uint64_t count = 0;
     for (const uint64_t c : counts) count += c;
-    return format("%s/%s of %d ranks, root %d, %s %s, %d elements%s%s, misaligned by %zu%s",
+    return format("%s/%s of %d ranks, root %d, %s %s, %d elements%s%s, misaligned by %zu",
                   collective_name(algorithm->collective), algorithm->name, n, root, dtype_name(dtype),
                   reduce_op_name(op), static_cast<int>(count), in_place ? ", in place" : "",
-                  deterministic ? ", deterministic" : "", off, wire ? ", on the wire " : "");
+                  deterministic ? ", deterministic" : "", off);
   }
 };
 
@@ -60,26 +58,11 @@ inline Status wrong(const Case& c, int n, const std::string& what) {
   return Status::error(Code::kSystem, c.text(n) + ": " + what);
 }
 
-// With a type on the wire the result is that of the casted inputs, cast back.
-inline Numbers on_the_wire(const Numbers& x, const Case& c) {
-  Numbers y = x;
-  std::vector<Bytes> codes;
-  for (const Bytes& in : x.in) {
-    codes.emplace_back(in.size() / 4 * dtype_size(*c.wire));
-    cast(*c.wire, codes.back().data(), DType::kFloat32, in.data(), in.size() / 4, 1.0f);
-  }
-  const Bytes sum = reduced(*c.wire, c.op, codes);
-  for (Bytes& out : y.out) {
-    if (!out.empty()) cast(DType::kFloat32, out.data(), *c.wire, sum.data(), out.size() / 4, 1.0f);
-  }
-  return y;
-}
-
 inline Status Worker::run(const Case& c) {
   if (streams == nullptr) PYCOMM_RETURN_IF_ERROR(cuda::DeviceStreams::make(me.comm.device(), &streams));
   const bool parts = has_parts(c.algorithm->collective);
-  Numbers x = make_numbers(c.algorithm->collective, me.n, c.root, c.dtype, c.op, c.exact, c.counts, rng);
-  if (c.wire.has_value()) x = on_the_wire(x, c);
+  const Numbers x =
+      make_numbers(c.algorithm->collective, me.n, c.root, c.dtype, c.op, c.exact, c.counts, rng);
   const auto r = static_cast<size_t>(me.rank);
   cuda::RoundPlan plan;
   PYCOMM_RETURN_IF_ERROR(make_round_plan(*c.algorithm, me.rank, me.n, c.root, 0, c.in_place, &plan));
@@ -91,7 +74,6 @@ inline Status Worker::run(const Case& c) {
   call.op = c.op;
   call.scalar = factor(me.rank);
   call.deterministic = c.deterministic;
-  call.wire = c.wire;
 
   std::byte* in = nullptr;
   std::byte* out = nullptr;
