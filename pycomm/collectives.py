@@ -14,7 +14,8 @@ tensors of one dtype is one coalesced call over their concatenation. Common argu
         int8 also float16 and bfloat16) tensors cross between hosts as, with a scale for each 256. Inside a
         host everything is in full precision, and where all ranks are on one host it has no effect. The same
         on every rank. The bounds are in docs/numerics.md. For op "sum", "avg" and "premul_sum"; between hosts
-        not with ``deterministic`` and with no other ``algorithm`` than "direct".
+        not with ``deterministic`` and with no other ``algorithm`` than "direct". On CUDA every rank is as if
+        on a host of its own (and ``all_gather`` takes any algorithm).
     error_feedback: a :class:`pycomm.ErrorFeedback` of this vector's own, which keeps what compression loses
         and adds it to the next call; None: it is lost.
 

@@ -332,9 +332,25 @@ class Communicator(Collectives, PointToPoint):
         """Itself: a copy of a module that communicates is one more user of the same connection."""
         return self
 
+    @property
+    def device_description(self) -> str:
+        """Lines that say what calls on CUDA tensors use; "" before the first of them.
+
+        The device's number; whether ranks reach each other's memory, and if not, why; NCCL's version and
+        file, or why it is not used.
+
+        Example:
+            >>> import pycomm
+            >>> comm = pycomm.init()
+            >>> print(comm.device_description)
+            <BLANKLINE>
+        """
+        return self._c.device_description()
+
     def __repr__(self) -> str:
         state = "failed" if self._c.failed else "closed" if self._c.closed else "open"
-        return f"<pycomm.Communicator rank {self.rank} of {self.size}, {state}>"
+        device = "" if self._c.device < 0 else f", cuda:{self._c.device}"
+        return f"<pycomm.Communicator rank {self.rank} of {self.size}, {state}{device}>"
 
 
 def ended_by(what: str, error: BaseException) -> str:

@@ -5,7 +5,8 @@
 
 The facts are ``pycomm.topology``'s. A machine without GPUs, or without their driver, is told what is missing
 and sees the rest; that is no failure. "-" stands for what is not known, and a line below the tables says why.
-Behind it comes what ``pycomm tune --device cuda`` has kept here: which algorithm serves which size.
+Behind it comes which algorithm serves which size of CUDA tensors: what ``pycomm tune --device cuda`` has kept
+here, or the built-in choice.
 """
 
 from __future__ import annotations
@@ -46,11 +47,14 @@ def topo(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
     machine = topology.gather(topology_nvml.look())
     tables = selection.kept()
     if as_json:
-        print_json({**as_dict(machine), "decision_tables": tables})
+        built_in = selection.built_in()
+        print_json({**as_dict(machine), "decision_tables": tables, "built_in_table": built_in})
         return
     show(machine, console())
     for told in tables:
         selection.show(told, console())
+    if not tables and selection.built_in():
+        selection.show_built_in(console())
 
 
 def as_dict(machine: Topology) -> dict[str, Any]:

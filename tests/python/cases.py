@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 import pycomm
+from pycomm import _C
+from pycomm.calling import KINDS
 
 FLOATS = (
     torch.float64,
@@ -122,7 +124,10 @@ def sizes(n: int) -> tuple[int, ...]:
 
 
 def algorithms(comm: pycomm.Communicator, collective: str) -> list[str]:
-    """Every algorithm of a collective, from the error that lists them. A collective call."""
+    """Every algorithm of a collective, from the error that lists them. A collective call.
+
+    On emulated devices those that so many ranks can have.
+    """
     t, n = torch.zeros(1), comm.size
     part = {
         "reduce_scatter": lambda a: comm.reduce_scatter(t, torch.zeros(n), algorithm=a),
@@ -135,7 +140,11 @@ def algorithms(comm: pycomm.Communicator, collective: str) -> list[str]:
     except ValueError as error:
         found = re.search(r"'nonsense' is not one of \w+'s: (.*)", str(error))
         assert found, str(error)
-        return found[1].split(", ")
+        names = found[1].split(", ")
+        if _C.cuda.emulated_device() < 0:
+            return names
+        comm.all_reduce(t)  # the communicator learns its device
+        return [name for name in names if name in comm._c.device_algorithms(KINDS[collective])]
     raise AssertionError("an algorithm named 'nonsense' was accepted")
 
 

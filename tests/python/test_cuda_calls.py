@@ -25,7 +25,8 @@ def ways(rank: int, size: int) -> tuple[str, list[str]]:
                 comm.all_reduce(t, algorithm=name)
                 assert bool((t == size * (size + 1) / 2).all()), (name, count)
         assert comm._c.device == rank
-        return comm._c.device_description(), names
+        assert f"rank {rank} of {size}, open, cuda:{rank}>" in repr(comm)
+        return comm.device_description, names
 
 
 def test_every_way() -> None:
@@ -76,6 +77,7 @@ def tables(rank: int, size: int) -> None:
             comm._c.set_device_selection(0, [(10, "doubling")])
         with raises(ValueError, "sizes must rise"):
             comm._c.set_device_selection(0, [(10, "ring"), (10, "peer")])
+        assert _C.cuda.built_in_selection()["all_reduce"] == [(1 << 20, "peer"), (2**64 - 1, "nccl")]
         # What the table names may not know the dtype.
         comm._c.set_device_selection(0, [(2**64 - 1, "nccl")])
         assert comm.all_reduce(torch.full((3,), rank, dtype=torch.int16), "max").tolist() == [size - 1] * 3
@@ -99,3 +101,65 @@ def futures(rank: int, size: int) -> None:
 
 def test_works_and_futures() -> None:
     run_ranks(2, futures)
+
+
+def without_nccl(rank: int, size: int) -> None:
+    with pycomm.init(timeout=60) as comm:
+        assert comm.device_description == "" and "cuda" not in repr(comm)
+        t = torch.arange(size * 2, dtype=torch.float32)
+        remedy = ("NCCL is not usable on rank 0", "PYCOMM_NCCL_LIB is '/nowhere/libnccl.so.2'", "unset it")
+        with raises(ValueError, "all_to_all on CUDA: peers' memory has no all_to_all", *remedy):
+            comm.all_to_all(torch.empty_like(t), t)
+        with raises(ValueError, "no codes", *remedy):
+            comm.all_reduce(t, compression="int8")
+        with raises(ValueError, "all_reduce/ring on CUDA", *remedy):
+            comm.all_reduce(t, algorithm="ring")
+        assert bool((comm.all_reduce(torch.ones(3)) == size).all())  # peers' memory, as before
+        assert "peers' memory: yes" in comm.device_description and remedy[0] in comm.device_description
+
+
+def test_without_nccl_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYCOMM_NCCL_LIB", "/nowhere/libnccl.so.2")
+    run_ranks(2, without_nccl)
+
+
+def without_a_path(rank: int, size: int) -> None:
+    with pycomm.init(timeout=60) as comm:
+        assert bool((comm.all_reduce(torch.ones(3)) == size).all())  # NCCL has a way through the host
+        assert "GPU 0 has no peer access to its GPU 1" in comm.device_description
+        with raises(ValueError, "all_reduce/peer on CUDA", "no NVLink or PCIe path between them"):
+            comm.all_reduce(torch.ones(3), algorithm="peer")
+
+
+def test_why_there_is_no_peer_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_ON_CPU_PEER_ACCESS", "0")
+    run_ranks(2, without_a_path)
+
+
+def coded(rank: int, size: int) -> list[bytes]:
+    generator = torch.Generator().manual_seed(3)
+    given = [torch.randn(n, generator=generator) * 10 for n in (700, 0, 5)][:size]
+    counts = [t.numel() for t in given]
+    results = []
+    with pycomm.init(timeout=60) as comm:
+        for compression, bound in (("int8", 1 / 254 + 2.0**-22), ("fp16", 2.0**-10)):
+            feedback, total = pycomm.ErrorFeedback(), torch.zeros(sum(counts))
+            for algorithm in (None, "peer", "nccl", "ring"):
+                out = torch.empty(sum(counts))
+                comm.all_gather(
+                    out, given[rank], counts=counts, compression=compression, algorithm=algorithm,
+                    error_feedback=feedback,
+                )  # fmt: skip
+                largest = torch.cat([t.abs().amax().expand(len(t)) if len(t) else t for t in given])
+                assert bool(((out - torch.cat(given)).abs() <= 2 * bound * largest).all()), compression
+                total += out
+                results.append(out.numpy().tobytes())
+            # What one call loses the next one sends.
+            assert bool(((total - 4 * torch.cat(given)).abs() <= 1.2 * bound * largest + 1e-4).all())
+        assert not torch.equal(out, torch.cat(given))
+    return results
+
+
+def test_all_gather_of_codes() -> None:
+    results = run_ranks(3, coded)
+    assert all(r == results[0] for r in results[1:])

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from pycomm import cache_files
+from pycomm import _C, cache_files
 from pycomm.cli import app
 from pycomm.cli.topo import as_dict, show
 from pycomm.topology import Cpu, Gpu, Gpus, Nic, NumaNode, Topology, Unknown, closest
@@ -222,6 +222,27 @@ def test_kept_choices_for_cuda_tensors_are_shown(tmp_path: Path, monkeypatch: py
     assert told["file"] == str(file) and told["nccl"] == "2.27.3"
 
 
+@pytest.mark.parametrize("has_cuda", [True, False])
+def test_where_nothing_is_kept_the_built_in_choice_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_cuda: bool
+) -> None:
+    monkeypatch.setenv("PYCOMM_CACHE_DIR", str(tmp_path))
+    table = {"all_reduce": [(1 << 20, "peer"), (2**64 - 1, "nccl")]} if has_cuda else {}
+    monkeypatch.setattr(_C.cuda, "built_in_selection", lambda: table)
+    shown = CliRunner().invoke(app, ["topo"])
+    assert shown.exit_code == 0, shown.output
+    title = "CUDA tensors: nothing was measured on this machine, so calls take the built-in choice"
+    assert (title in shown.output) == has_cuda
+    told = json.loads(CliRunner().invoke(app, ["topo", "--json"]).output)
+    assert told["decision_tables"] == []
+    if has_cuda:
+        whole = next(line for line in shown.output.splitlines() if line.startswith(title))
+        assert rows(shown.output, whole) == [["all_reduce", "1 MiB", "peer"], ["", "any size", "nccl"]]
+        assert told["built_in_table"]["all_reduce"][1] == {"max_bytes": 2**64 - 1, "algorithm": "nccl"}
+    else:
+        assert told["built_in_table"] == {}
+
+
 @pytest.mark.parametrize("table", [[1], {"selection": {}}, {"selection": 3, "ranks": 8}])
 def test_a_damaged_kept_choice_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: object
@@ -250,3 +271,4 @@ def test_this_machine() -> None:
     else:
         assert f"No GPUs: {gpus['missing']}" in shown.stdout
     assert isinstance(document["decision_tables"], list)
+    assert bool(document["built_in_table"]) == (_C.cuda.build() != "off")
