@@ -118,9 +118,8 @@ def without_nccl(rank: int, size: int) -> None:
         assert "peers' memory: yes" in comm.device_description and remedy[0] in comm.device_description
 
 
-def test_without_nccl_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYCOMM_NCCL_LIB", "/nowhere/libnccl.so.2")
-    run_ranks(2, without_nccl)
+def test_without_nccl_the_remedy_is_told() -> None:
+    run_ranks(2, without_nccl, env={"PYCOMM_NCCL_LIB": "/nowhere/libnccl.so.2"})
 
 
 def without_a_path(rank: int, size: int) -> None:
@@ -131,9 +130,8 @@ def without_a_path(rank: int, size: int) -> None:
             comm.all_reduce(torch.ones(3), algorithm="peer")
 
 
-def test_why_there_is_no_peer_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_ON_CPU_PEER_ACCESS", "0")
-    run_ranks(2, without_a_path)
+def test_why_there_is_no_peer_memory_is_told() -> None:
+    run_ranks(2, without_a_path, env={"CUDA_ON_CPU_PEER_ACCESS": "0"})
 
 
 def coded(rank: int, size: int) -> list[bytes]:
