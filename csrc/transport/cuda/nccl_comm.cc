@@ -120,7 +120,7 @@ Status NcclComm::adopt(std::unique_ptr<Comm> place, Result result, const char* w
     abandon(std::move(place));
     return s;
   }
-  if (*place == nullptr) return Status();  // this rank has no part in it
+  if (*place == nullptr) return failure(kInternalError, what);  // NCCL says that it has made one
   NcclComm child;
   child.library_ = library_;
   child.comm_ = *place;

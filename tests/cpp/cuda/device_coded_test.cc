@@ -91,6 +91,45 @@ TEST(DeviceCoded, AllGatherHasTheCpusBitsByAnyWay) {
   });
 }
 
+// A replay encodes what is there by then.
+TEST(DeviceCoded, IsReplayedWithNewNumbers) {
+  run_device_ranks(2, [](DeviceRank& self) {
+    constexpr uint64_t kEach = 300;
+    for (const char* way : {"peer", "nccl", "ring"}) {
+      OnStream in(self.stream, 4 * kEach), out(self.stream, 8 * kEach);
+      const auto call = [&] {
+        Request r = self.request(CallKind::kAllGather, DType::kFloat32, ReduceOp::kSum, 2 * kEach);
+        r.call.in = Buffer(in.data(), kEach);
+        r.call.out = Buffer(out.data(), 2 * kEach);
+        r.call.sig.compression = Compression::kInt8;
+        r.counts = {kEach, kEach};
+        return self.call(&r, way);
+      };
+      in.put(bytes_of(part_of(self.rank, kEach, 0)));
+      PYCOMM_ASSERT_OK(call());
+      cudaGraph_t graph = nullptr;
+      cudaGraphExec_t replayed = nullptr;
+      ASSERT_CUDA(cudaStreamBeginCapture(self.stream, cudaStreamCaptureModeThreadLocal));
+      PYCOMM_ASSERT_OK(call());
+      ASSERT_CUDA(cudaStreamEndCapture(self.stream, &graph));
+      ASSERT_CUDA(cudaGraphInstantiate(&replayed, graph, 0));
+      for (int i = 1; i < 4; i++) {
+        in.put(bytes_of(part_of(self.rank, kEach, i)));
+        ASSERT_CUDA(cudaGraphLaunch(replayed, self.stream));
+        Floats want;
+        for (int q = 0; q < 2; q++) {
+          Floats none(kEach);
+          const Floats one = said(DType::kInt8, part_of(q, kEach, i), &none);
+          want.insert(want.end(), one.begin(), one.end());
+        }
+        EXPECT_EQ(out.get(), bytes_of(want)) << way << ", replay " << i << ", rank " << self.rank;
+      }
+      ASSERT_CUDA(cudaGraphExecDestroy(replayed));
+      ASSERT_CUDA(cudaGraphDestroy(graph));
+    }
+  });
+}
+
 // Half-sized tensors are widened, sent as codes of 8 bits, and rounded once.
 TEST(DeviceCoded, SmallFloats) {
   run_device_ranks(2, [](DeviceRank& self) {
