@@ -74,7 +74,8 @@ Status Communicator::device_trouble() const {
   if (group_->failed()) return group_->failure();
   const char* const here = "a call on CUDA";
   PYCOMM_RETURN_IF_ERROR(group_->dead_peer(here));
-  return group_->failed_peer(here);
+  PYCOMM_RETURN_IF_ERROR(group_->failed_peer(here));
+  return hierarchy_ != nullptr ? hierarchy_->remote().lost_rank(here) : Status();
 }
 
 Status Communicator::make_device(int device, CallerHooks* hooks, double timeout_s) {

@@ -229,6 +229,8 @@ Status Hierarchy::barrier() {
   std::byte nothing{};
   if (placement_.local == 0)
     PYCOMM_RETURN_IF_ERROR(between(Collective::kAllReduce, &nothing, &nothing, 0, {}, 0));
+  else
+    n_runs_++;  // local_timeout_s(): the first rank here names whom it waits for
   return all_here();
 }
 

@@ -89,6 +89,9 @@ class Remote final : public Sink {
   void tell_failure(const Status& status);
   // What ends this call: a failure, a refusal, a peer that is gone.
   Status trouble() const;
+  // A rank of another host that is lost, whether something is expected of it or not; one that has left in
+  // good order is none. Takes the lock.
+  Status lost_rank(const std::string& here) const;
 
   std::byte* landing(int peer, const MessageHeader& header) override;
   void arrived(int peer, const MessageHeader& header, std::byte* data,
@@ -158,11 +161,15 @@ class Remote final : public Sink {
   std::set<uint32_t> not_well_;                              // calls that were refused
   std::map<uint64_t, Leaving> leaving_;                      // by token
   uint64_t next_token_ = 1;
-  std::map<int, std::string> gone_;  // rank: why
-  bool told_ = false;                // the peers know why the communicator has failed
-  bool heard_ = false;               // from one of them
-  double began_at_s_ = 0;            // the call
-  double moved_at_s_ = 0;            // when something came or left last
+  struct Gone {
+    std::string why;
+    bool left;  // in good order
+  };
+  std::map<int, Gone> gone_;  // by rank
+  bool told_ = false;         // the peers know why the communicator has failed
+  bool heard_ = false;        // from one of them
+  double began_at_s_ = 0;     // the call
+  double moved_at_s_ = 0;     // when something came or left last
 };
 
 }  // namespace pycomm

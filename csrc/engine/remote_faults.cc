@@ -29,13 +29,13 @@ void Remote::leave(const std::string& why) {
 
 void Remote::lost(int peer, const Status& why) {
   const int q = rank_of(peer);
-  if (q >= 0) gone_.emplace(q, why.message());
+  if (q >= 0) gone_.emplace(q, Gone{why.message(), false});
 }
 
 void Remote::left(int peer, const std::string& why) {
   const int q = rank_of(peer);
   if (q < 0) return;
-  gone_.emplace(q, name(q) + " closed its communicator" + (why.empty() ? "" : ": " + why));
+  gone_.emplace(q, Gone{name(q) + " closed its communicator" + (why.empty() ? "" : ": " + why), true});
 }
 
 void Remote::tick() {
@@ -83,10 +83,18 @@ Status Remote::trouble() const {
                call_kind_name(sig_.kind), call_, refused->second.first, refused->second.second.c_str()));
   }
   if (gone_.empty()) return Status();
-  for (const auto& [q, why] : gone_) {
+  for (const auto& [q, gone] : gone_) {
     if (!needs(q)) continue;
     return Status::error(Code::kPeerLost,
-                         format("%s #%u: %s", call_kind_name(sig_.kind), call_, why.c_str()));
+                         format("%s #%u: %s", call_kind_name(sig_.kind), call_, gone.why.c_str()));
+  }
+  return Status();
+}
+
+Status Remote::lost_rank(const std::string& here) const {
+  const auto lock = net_->lock();
+  for (const auto& [q, gone] : gone_) {
+    if (!gone.left) return Status::error(Code::kPeerLost, here + ": " + gone.why);
   }
   return Status();
 }

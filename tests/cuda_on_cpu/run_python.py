@@ -18,6 +18,7 @@ from python_tree import make_tree
 
 MODULES = """
   collectives reductions async deterministic tensors tensors_refused refusals groups faults shrink
+  hosts_calls hosts_deterministic hosts_faults
   cuda_calls tuning_cuda bench_cuda cuda_kernels
   ddp ddp_backwards ddp_codes ddp_compression ddp_emulated ddp_models ddp_options ddp_random ddp_sparse
   ddp_sync_batch_norm tp_regions
@@ -45,6 +46,14 @@ LEFT_OUT = {
     ],
     "communicators of one device whose calls come in another order on each rank": [
         "test_groups.py::test_many_communicators_are_independent",
+        "test_hosts_calls.py::test_several_communicators_at_once",
+        "test_hosts_calls.py::test_as_on_one_host[independent]",
+    ],
+    "counts what travels over TCP; on CUDA the data travel over NCCL": [
+        "test_hosts_deterministic.py::test_the_bytes_are_those_that_verify_computes",
+    ],
+    "an algorithm over NCCL keeps the order wherever the ranks are": [
+        "test_hosts_deterministic.py::test_an_algorithm_that_cannot_is_refused",
     ],
 }
 
