@@ -9,7 +9,7 @@ namespace pycomm {
 
 namespace {
 constexpr uint32_t kRefusedHash = 0xffffffffu;  // no valid call has it
-constexpr int32_t kRootBits = (1 << 27) - 1;    // ranks are below 2^20 (schedule/step.h)
+constexpr int32_t kRootBits = (1 << 26) - 1;    // ranks are below 2^20 (schedule/step.h)
 }  // namespace
 
 const char* call_kind_name(CallKind kind) {
@@ -60,8 +60,8 @@ uint32_t hash_mix(uint64_t a, uint64_t b) {
 uint64_t Signature::packed() const {
   return static_cast<uint64_t>(kind) | static_cast<uint64_t>(op) << 8 | static_cast<uint64_t>(dtype) << 16 |
          static_cast<uint64_t>(algorithm) << 24 | static_cast<uint64_t>(root & kRootBits) << 32 |
-         static_cast<uint64_t>(on_device) << 59 | static_cast<uint64_t>(compression) << 60 |
-         static_cast<uint64_t>(deterministic) << 63;
+         static_cast<uint64_t>(captured) << 58 | static_cast<uint64_t>(on_device) << 59 |
+         static_cast<uint64_t>(compression) << 60 | static_cast<uint64_t>(deterministic) << 63;
 }
 
 Signature Signature::unpack(uint64_t packed, uint64_t count, uint32_t extra) {
@@ -71,6 +71,7 @@ Signature Signature::unpack(uint64_t packed, uint64_t count, uint32_t extra) {
   s.dtype = static_cast<DType>(packed >> 16 & 255);
   s.algorithm = static_cast<uint8_t>(packed >> 24 & 255);
   s.root = static_cast<int32_t>(packed >> 32 & kRootBits);
+  s.captured = (packed >> 58 & 1) != 0;
   s.on_device = (packed >> 59 & 1) != 0;
   s.compression = static_cast<Compression>(packed >> 60 & 7);
   s.deterministic = packed >> 63 != 0;
@@ -102,7 +103,7 @@ std::string Signature::text() const {
   if (rooted) s += ", root " + std::to_string(root);
   if (compression != Compression::kNone) s += std::string(", compression ") + compression_name(compression);
   if (deterministic) s += ", deterministic";
-  if (on_device) s += ", on CUDA";
+  if (on_device) s += captured ? ", on CUDA, captured into a graph" : ", on CUDA";
   return s + format(", parameters %08x)", extra);
 }
 

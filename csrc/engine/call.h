@@ -45,6 +45,7 @@ struct Signature {
   bool deterministic = false;
   Compression compression = Compression::kNone;
   bool on_device = false;  // tensors on CUDA; algorithm is then a way of engine/device_engine.h
+  bool captured = false;   // into a CUDA graph, instead of being made now
   uint64_t count = 0;      // elements of the whole vector
   uint32_t extra = 0;      // hash of per-rank counts, tile size and the arena's algorithm
 

@@ -44,7 +44,10 @@ Status Communicator::prepare_on_device(Request* request, const char* algorithm) 
 Status Communicator::take_turn(Request* request) {
   Status s =
       DeviceTurn::take(group_->node().get(), request->call.device, request->call.stream, &request->turn);
-  if (s.ok()) return s;
+  if (s.ok()) {
+    request->call.sig.captured = request->turn->is_captured();
+    return s;
+  }
   Request refusal;  // the peers would wait for this rank
   refusal.refusal = s.message();
   const Status told = run(refusal, nullptr);

@@ -101,6 +101,7 @@ struct DeviceEngine::Impl {
   Status can_be_captured(const Call& call);
   Status issue(const Call& call, double timeout_s);
   Status alone(const Call& call, const Plain& plain);
+  Status agree_to_capture(const Call& call);
   Status by_way(const Call& call, const Plain& plain, std::byte* scratch, double timeout_s);
   bool needs_nccl(const Call& call) const;
   Status all_scratch_bytes(const Call& call, size_t* packed_in, size_t* packed_out, size_t* way);

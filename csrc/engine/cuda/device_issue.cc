@@ -212,7 +212,32 @@ Status DeviceEngine::Impl::can_be_captured(const Call& call) {
   if (needs_nccl(call) && !comm.valid()) return refuse("its NCCL communicator is not there yet");
   size_t n_in = 0, n_out = 0, n_way = 0;
   PYCOMM_RETURN_IF_ERROR(all_scratch_bytes(call, &n_in, &n_out, &n_way));
-  return context->has_scratch(n_in + n_out + n_way) ? Status() : refuse("it needs more scratch memory");
+  if (!context->has_scratch(n_in + n_out + n_way)) return refuse("it needs more scratch memory");
+  if (!is_rounds(call.sig.algorithm) || link.n_ranks == 1) return Status();
+  const bool same =
+      in_place(call, {call.in.data(), call.out.data()}) && catalog()[call.sig.algorithm].in_place;
+  const cuda::RoundPlan* plan = nullptr;
+  PYCOMM_RETURN_IF_ERROR(plan_of(call, call.sig.algorithm, same, &plan));
+  return rounds->can_be_captured(rounds_call(call, {}, plan));
+}
+
+// Whether it can depends on what each rank has done before: the first that cannot refuses it for all.
+Status DeviceEngine::Impl::agree_to_capture(const Call& call) {
+  struct Verdict {
+    bool good = false;
+    char why[511] = {};
+  } mine;
+  const Status own = can_be_captured(call);
+  mine.good = own.ok();
+  mine.why[own.message().copy(mine.why, utf8_prefix(own.message(), sizeof mine.why - 1))] = 0;
+  std::vector<Verdict> all(static_cast<size_t>(link.n_ranks));
+  PYCOMM_RETURN_IF_ERROR(link.exchange(&mine, sizeof mine, all.data()));
+  for (size_t q = 0; q < all.size(); q++) {
+    if (all[q].good) continue;
+    return Status::error(Code::kValue,
+                         format("%s: %s", link.describe(static_cast<int>(q)).c_str(), all[q].why));
+  }
+  return Status();
 }
 
 Status DeviceEngine::Impl::issue(const Call& call, double timeout_s) {
@@ -237,7 +262,7 @@ Status DeviceEngine::run(const Call& call, const DeviceTurn& turn, double timeou
   Impl& d = *impl_;
   PYCOMM_RETURN_IF_ERROR(d.failure->get());
   const bool is_captured = turn.is_captured();
-  if (is_captured) PYCOMM_RETURN_IF_ERROR(d.can_be_captured(call));
+  if (is_captured) PYCOMM_RETURN_IF_ERROR(d.agree_to_capture(call));
   const auto issue = [&]() -> Status {
     const std::lock_guard lock(d.context->issuing());
     const DeviceGuard guard(d.device);

@@ -279,19 +279,16 @@ Status NcclRounds::scratch_bytes(const RoundsCall& call, size_t* out) const {
   return Status();
 }
 
-Status NcclRounds::check_capture(const RoundsCall& call, const Cut& cut) const {
+Status NcclRounds::check_connections(const RoundsCall& call, const Cut& cut) const {
   const RoundPlan& plan = *call.plan;
-  const std::string what = format("%s/%s over NCCL", collective_name(plan.collective), plan.algorithm);
-  bool captured = false;
-  PYCOMM_RETURN_IF_ERROR(capture_state(streams_.comm(), what.c_str(), &captured));
-  if (!captured) return Status();
   const auto check = [&](int peer, bool sent) {
     if (comm_.has_exchanged(peer, sent)) return Status();
     return Status::error(
         Code::kValue,
-        format("%s cannot be captured: rank %d has not %s rank %d yet, and NCCL connects at the "
+        format("%s/%s over NCCL cannot be captured: rank %d has not %s rank %d yet, and NCCL connects at the "
                "first message; make the same call once before the capture, on all ranks",
-               what.c_str(), comm_.rank(), sent ? "sent to" : "received from", peer));
+               collective_name(plan.collective), plan.algorithm, comm_.rank(),
+               sent ? "sent to" : "received from", peer));
   };
   for (const PlanRound& round : plan.rounds) {
     for (const Outgoing& s : round.sends) {
@@ -304,11 +301,17 @@ Status NcclRounds::check_capture(const RoundsCall& call, const Cut& cut) const {
   return Status();
 }
 
+Status NcclRounds::can_be_captured(const RoundsCall& call) const {
+  return check_connections(call, cut_for(call, slice_bytes_));
+}
+
 Status NcclRounds::run(const RoundsCall& call, void* scratch, const nccl::Patience& patience) {
   PYCOMM_RETURN_IF_ERROR(check_rounds(call));
   const Cut cut = cut_for(call, slice_bytes_);
   PYCOMM_RETURN_IF_ERROR(check_memory(call, cut));
-  PYCOMM_RETURN_IF_ERROR(check_capture(call, cut));
+  bool captured = false;
+  PYCOMM_RETURN_IF_ERROR(capture_state(streams_.comm(), collective_name(call.plan->collective), &captured));
+  if (captured) PYCOMM_RETURN_IF_ERROR(check_connections(call, cut));
   const Binding b = bind_rounds(call, cut);
   return Run(*this, call, cut, b, scratch, patience).all();
 }

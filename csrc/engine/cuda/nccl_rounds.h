@@ -67,12 +67,14 @@ class NcclRounds {
   // kValue or kSchedule when the call cannot be run; else how much scratch it needs (device memory, aligned
   // to 256).
   Status scratch_bytes(const RoundsCall& call, size_t* out) const;
+  // kValue when it cannot: NCCL has connections to make for it.
+  Status can_be_captured(const RoundsCall& call) const;
   // kValue as well when it cannot be captured, on a stream that is; nothing has been issued then.
   Status run(const RoundsCall& call, void* scratch, const nccl::Patience& patience);
 
  private:
   class Run;
-  Status check_capture(const RoundsCall& call, const Cut& cut) const;
+  Status check_connections(const RoundsCall& call, const Cut& cut) const;
   nccl::NcclComm& comm_;
   DeviceStreams& streams_;
   size_t slice_bytes_;
