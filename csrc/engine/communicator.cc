@@ -77,7 +77,10 @@ Status Communicator::check_usable() const {
   }
   if (group_->failed()) [[unlikely]]
     return group_->failure();
-  return Status();
+  if (device() == nullptr) return Status();
+  const std::lock_guard lock(device_mutex_);
+  const DeviceEngine* const d = device();
+  return d != nullptr ? d->failure() : Status();
 }
 
 Status Communicator::prepare(Request* request, const char* algorithm) {
@@ -353,21 +356,35 @@ Status Communicator::close(CallerHooks* hooks, double limit_s, const std::string
   stop_ = true;
   waiting_.fetch_add(1);  // from here on nobody runs inline
   cv_.notify_all();
-  while (!queue_.empty() || busy_.exchange(true)) {
-    if (hooks != nullptr) hooks->before_block();
-    cv_.wait_for(lock, std::chrono::milliseconds(kSliceMs));
-    lock.unlock();
+  const auto look = [&] {
     if (hooks != nullptr && s.ok()) {
       s = hooks->poll();
       if (!s.ok()) abort("interrupted while closing (Ctrl-C)");
     }
     if (monotonic_s() > end_s && !group_->failed())
       abort(format("the program ended, and waited %g s for an asynchronous call to end", limit_s));
+  };
+  while (!queue_.empty() || busy_.exchange(true)) {
+    if (hooks != nullptr) hooks->before_block();
+    cv_.wait_for(lock, std::chrono::milliseconds(kSliceMs));
+    lock.unlock();
+    look();
     lock.lock();
   }
   lock.unlock();
   if (thread_.joinable()) thread_.join();
-  device_now_.store(nullptr);
+  double looked_s = monotonic_s();
+  while (device_ != nullptr && !device_->is_idle()) {
+    if (hooks != nullptr) hooks->before_block();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (monotonic_s() - looked_s < 1e-3 * kSliceMs) continue;
+    looked_s = monotonic_s();
+    look();
+  }
+  {
+    const std::lock_guard nobody_asks_it(device_mutex_);
+    device_now_.store(nullptr);
+  }
   device_.reset();
   p2p_->stop();
   if (hierarchy_ != nullptr) hierarchy_->remote().leave(why);

@@ -78,7 +78,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   PointToPoint& p2p() { return *p2p_; }
   // On CUDA; null before the first call on CUDA tensors.
   DeviceTables& device_tables() { return device_tables_; }
-  DeviceEngine* device() { return device_now_.load(std::memory_order_acquire); }
+  DeviceEngine* device() const { return device_now_.load(std::memory_order_acquire); }
 
   // Fills in algorithm, tile size and hash; kValue or kType when the request cannot be served.
   Status prepare(Request* request, const char* algorithm);
@@ -156,6 +156,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::deque<Job> queue_;
   bool stop_ = false;
   std::atomic<DeviceEngine*> device_now_{nullptr};
+  mutable std::mutex device_mutex_;  // of whoever asks it why calls have failed, against close()
   DeviceTables device_tables_;
   std::unique_ptr<DeviceEngine> device_;
   CallerHooks* device_hooks_ = nullptr;  // of the call on CUDA that is being executed

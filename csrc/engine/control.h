@@ -75,6 +75,9 @@ struct alignas(128) Shown {
   std::atomic<uint64_t> waits_since_ns;  // CLOCK_MONOTONIC
   std::atomic<uint64_t> transfer;        // 0: waits for none, else kInside | kSends | rank
   std::atomic<uint64_t> transfer_since_ns;
+  // Of how many calls on CUDA its device has passed what comes before them on the caller's stream, and of how
+  // many the end. All ranks make the same ones.
+  std::atomic<uint64_t> device_reached, device_passed;
 };
 
 // Whose block this is, for `pycomm ps`, which finds the arena through /proc: written before `set`, which says

@@ -97,6 +97,10 @@ class DeviceEngine {
     std::function<Status()> trouble;  // not kOk: a rank is lost, or the communicator has failed
     std::function<void(const Status&)> fail;
     std::function<Status()> poll;  // for whoever issues a call, and waits in it: Ctrl-C
+    // Of how many calls the device has passed what comes before them, and of how many the end.
+    std::function<void(uint64_t n_reached, uint64_t n_passed)> show;
+    // Who keeps that call (from 1 on) from ending, of the ranks here; "": no device is behind the others.
+    std::function<std::string(uint64_t call)> behind;
   };
   static const char* why_not_built();  // null when it is
   static int device_count();
@@ -104,7 +108,8 @@ class DeviceEngine {
 
   // Collective. All ranks get the same outcome.
   static Status create(const Node* process, int device, Link link, std::unique_ptr<DeviceEngine>* out);
-  ~DeviceEngine();  // what is on the stream ends first, or is aborted
+  // What is on the stream ends first, or is aborted; what cannot be ended is kept, and said in the log.
+  ~DeviceEngine();
 
   int device() const;
   // kValue, the same on all ranks that agreed on the call, when nothing can run it: nothing was launched.
@@ -113,6 +118,8 @@ class DeviceEngine {
   Status run(const Call& call, const DeviceTurn& turn, double timeout_s, std::shared_ptr<DeviceEnd>* end);
   // Ends what is under way.
   void abort(const Status& why);
+  Status failure() const;  // also of graphs' replays, once the stream has passed them
+  bool is_idle() const;    // nothing is under way, or all of it has failed
 
   // Memory that peers reach: tensors in it need no staging. kSystem when there is no room.
   Status allocate(size_t n_bytes, std::shared_ptr<void>* out);

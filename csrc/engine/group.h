@@ -92,6 +92,13 @@ class Group {
   void show_no_wait() { own().shown.waits_for.store(0, std::memory_order_relaxed); }
   void show_transfer(bool is_send, int name, double since_s);
   void show_no_transfer() { own().shown.transfer.store(0, std::memory_order_relaxed); }
+  void show_device(uint64_t n_reached, uint64_t n_passed) {
+    own().shown.device_reached.store(n_reached, std::memory_order_relaxed);
+    own().shown.device_passed.store(n_passed, std::memory_order_relaxed);
+  }
+  // The ranks whose devices keep that call on CUDA (from 1 on) from ending, and how: those that have not come
+  // to it, or else have not ended it where others have. "": all are in it.
+  std::string devices_behind(uint64_t call) const;
   // Lets `pycomm ps` find this rank, until it leaves.
   void introduce(const std::string& job, const std::string& label, int rank, int size, int job_rank);
   std::string own_call() const;  // "all_reduce #12"

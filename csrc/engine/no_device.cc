@@ -41,6 +41,8 @@ int DeviceEngine::device() const { return -1; }
 Status DeviceEngine::choose(const DeviceTables&, Call*) const { return no(); }
 Status DeviceEngine::run(const Call&, const DeviceTurn&, double, std::shared_ptr<DeviceEnd>*) { return no(); }
 void DeviceEngine::abort(const Status&) {}
+Status DeviceEngine::failure() const { return Status(); }
+bool DeviceEngine::is_idle() const { return true; }
 Status DeviceEngine::allocate(size_t, std::shared_ptr<void>*) { return no(); }
 DeviceTables::DeviceTables() = default;
 Status DeviceTables::set(Collective, std::vector<Row>) { return no(); }

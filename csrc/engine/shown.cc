@@ -110,6 +110,25 @@ std::string Group::where(int q, uint32_t number) const {
   return text;
 }
 
+std::string Group::devices_behind(uint64_t call) const {
+  std::string not_come, inside;
+  bool any_passed = false;
+  for (int q = 0; q < size(); q++) {
+    const Shown& s = control(q).shown;
+    const uint64_t passed = s.device_passed.load(std::memory_order_relaxed);
+    any_passed |= passed >= call;
+    if (passed >= call) continue;
+    std::string& list = s.device_reached.load(std::memory_order_relaxed) >= call ? inside : not_come;
+    list += format("%s%s (%llu of %llu calls passed)", list.empty() ? "" : ", ", describe(q).c_str(),
+                   static_cast<unsigned long long>(passed), static_cast<unsigned long long>(call));
+  }
+  if (!not_come.empty()) {
+    return "the device has not come to it on " + not_come +
+           ": what is before it on the caller's stream is stuck or very slow";
+  }
+  return any_passed && !inside.empty() ? "it has ended on other ranks, but not on " + inside : "";
+}
+
 void Group::say_late(double waited_s, const std::string& here, const std::string& who) const {
   log_line(LogLevel::kWarning, format("rank %d has waited %.0f s in %s for %s", name(rank()), waited_s,
                                       here.c_str(), who.c_str()));

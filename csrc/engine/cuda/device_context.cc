@@ -29,6 +29,13 @@ Status DeviceContext::get(const Node* process, int device, std::shared_ptr<Devic
   return Status();
 }
 
+void DeviceContext::keep(std::shared_ptr<DeviceContext> context) {
+  static auto* const kept = new std::vector<std::shared_ptr<DeviceContext>>;
+  const std::lock_guard lock(all_mutex);
+  std::erase_if(all_contexts(), [&](const auto& known) { return known.second.lock() == context; });
+  kept->push_back(std::move(context));
+}
+
 DeviceContext::~DeviceContext() {
   const DeviceGuard guard(device_);
   streams_.reset();
@@ -71,6 +78,13 @@ Status DeviceContext::take_event(Event* out) {
 void DeviceContext::give_event(Event event) {
   const std::lock_guard lock(mutex_);
   events_.push_back(event);
+}
+
+Status HeldEvent::take(std::shared_ptr<DeviceContext> context, std::shared_ptr<HeldEvent>* out) {
+  Event event = nullptr;
+  PYCOMM_RETURN_IF_ERROR(context->take_event(&event));
+  out->reset(new HeldEvent(std::move(context), event));
+  return Status();
 }
 
 uint64_t DeviceContext::take_turn() {

@@ -29,6 +29,8 @@ class DeviceContext {
  public:
   // The one of this process and device, made when there is none.
   static Status get(const Node* process, int device, std::shared_ptr<DeviceContext>* out);
+  // What is on its streams does not end: it stays until the process ends, and get() makes another one.
+  static void keep(std::shared_ptr<DeviceContext> context);
   ~DeviceContext();
 
   int device() const { return device_; }
@@ -59,6 +61,22 @@ class DeviceContext {
   std::vector<Event> events_;
   uint64_t next_turn_ = 0, now_ = 0;
   std::set<uint64_t> ended_early_;  // turns behind now_ that are over
+};
+
+// An event of a context, which gets it back when nobody holds it any more.
+class HeldEvent {
+ public:
+  static Status take(std::shared_ptr<DeviceContext> context, std::shared_ptr<HeldEvent>* out);
+  ~HeldEvent() { context_->give_event(event_); }
+  HeldEvent(const HeldEvent&) = delete;
+  HeldEvent& operator=(const HeldEvent&) = delete;
+  Event get() const { return event_; }
+
+ private:
+  HeldEvent(std::shared_ptr<DeviceContext> context, Event event)
+      : context_(std::move(context)), event_(event) {}
+  const std::shared_ptr<DeviceContext> context_;
+  const Event event_;
 };
 
 }  // namespace pycomm::cuda

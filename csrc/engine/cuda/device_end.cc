@@ -13,20 +13,16 @@ Status DeviceTurn::take(const Node* process, int device, void* stream, std::shar
   PYCOMM_RETURN_IF_ERROR(cuda::DeviceContext::get(process, device, &context));
   const DeviceGuard guard(device);
   PYCOMM_RETURN_IF_ERROR(guard.status());
-  cuda::Event ready = nullptr;
+  std::shared_ptr<cuda::HeldEvent> ready;
   bool is_captured = false;
   PYCOMM_RETURN_IF_ERROR(
       cuda::capture_state(static_cast<cudaStream_t>(stream), "a call on CUDA", &is_captured));
-  PYCOMM_RETURN_IF_ERROR(context->take_event(&ready));
-  Status s = cuda_status(cudaEventRecord(ready, static_cast<cudaStream_t>(stream)),
-                         "cudaEventRecord on the caller's stream");
-  if (!s.ok()) {
-    context->give_event(ready);
-    return s;
-  }
+  PYCOMM_RETURN_IF_ERROR(cuda::HeldEvent::take(context, &ready));
+  PYCOMM_RETURN_IF_ERROR(cuda_status(cudaEventRecord(ready->get(), static_cast<cudaStream_t>(stream)),
+                                     "cudaEventRecord on the caller's stream"));
   auto turn = std::make_shared<DeviceTurn>();
   const uint64_t number = context->take_turn();
-  turn->impl = std::make_unique<Impl>(Impl{std::move(context), ready, is_captured, number});
+  turn->impl = std::make_unique<Impl>(Impl{std::move(context), std::move(ready), is_captured, number});
   *out = std::move(turn);
   return Status();
 }
@@ -44,28 +40,24 @@ Status DeviceTurn::wait(CallerHooks* hooks, const std::function<Status()>& troub
 bool DeviceTurn::is_captured() const { return impl->is_captured; }
 
 DeviceTurn::~DeviceTurn() {
-  if (impl == nullptr) return;
-  impl->context->give_event(impl->ready);
-  impl->context->end_turn(impl->turn);
+  if (impl != nullptr) impl->context->end_turn(impl->turn);
 }
 
 // ---- ends
 
-DeviceEnd::~DeviceEnd() {
-  if (impl != nullptr) impl->context->give_event(impl->event);
-}
+DeviceEnd::~DeviceEnd() = default;
 
 Status DeviceEnd::order(void* stream) const {
   PYCOMM_RETURN_IF_ERROR(impl->failure->get());
   const DeviceGuard guard(impl->context->device());
   PYCOMM_RETURN_IF_ERROR(guard.status());
-  return cuda_status(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), impl->event, 0),
+  return cuda_status(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), impl->event->get(), 0),
                      "cudaStreamWaitEvent on the caller's stream");
 }
 
 // A failed call counts as passed, too: nobody should wait for it.
 bool DeviceEnd::passed() const {
-  return impl->is_captured || cudaEventQuery(impl->event) != cudaErrorNotReady ||
+  return impl->is_captured || cudaEventQuery(impl->event->get()) != cudaErrorNotReady ||
          impl->failure->failed.load();
 }
 
@@ -77,7 +69,7 @@ Status DeviceEnd::wait(double timeout_s, CallerHooks* hooks) const {
   if (impl->is_captured) return impl->failure->get();
   const double end_s = timeout_s < 0 ? INFINITY : monotonic_s() + timeout_s;
   double asked_s = monotonic_s();
-  for (int i = 0; cudaEventQuery(impl->event) == cudaErrorNotReady; i++) {
+  for (int i = 0; cudaEventQuery(impl->event->get()) == cudaErrorNotReady; i++) {
     PYCOMM_RETURN_IF_ERROR(impl->failure->get());
     if (i < 50) {
       std::this_thread::yield();

@@ -104,6 +104,7 @@ Status DeviceEngine::Impl::make_peers() {
   size_t n_heap = 0;
   PYCOMM_RETURN_IF_ERROR(heap_bytes(&n_heap));
   PeerOptions options = peer_options();
+  options.timeout_s = 0;  // calls say how long they may take
   options.describe = link.describe;
   options.trouble = link.trouble;
   std::unique_ptr<PeerMemory> made;
@@ -194,8 +195,13 @@ DeviceEngine::~DeviceEngine() {
   Impl& d = *impl_;
   if (d.context == nullptr) return;
   const DeviceGuard guard(d.device);
-  (void)cudaStreamSynchronize(d.stream());  // the watch ends what would not end
+  const bool has_ended = d.await_end();  // the watch ends what would not end
   d.end();
+  if (Status s = failure(); !s.ok()) d.fail(s);  // of a replay: the others shall know
+  if (!has_ended) {
+    d.keep();
+    return;
+  }
   d.peers.reset();
   if (d.comm.valid()) (void)d.comm.finalize({nccl::NcclComm::kAbortTimeout_s, {}});
 }
@@ -203,6 +209,15 @@ DeviceEngine::~DeviceEngine() {
 int DeviceEngine::device() const { return impl_->device; }
 
 void DeviceEngine::abort(const Status& why) { impl_->fail(why); }
+
+bool DeviceEngine::is_idle() const {
+  return impl_->failure->failed.load() || cudaStreamQuery(impl_->stream()) != cudaErrorNotReady;
+}
+
+Status DeviceEngine::failure() const {
+  PYCOMM_RETURN_IF_ERROR(impl_->failure->get());
+  return impl_->peers != nullptr ? impl_->peers->failure() : Status();  // before the watch has seen it
+}
 
 Status DeviceEngine::allocate(size_t n_bytes, std::shared_ptr<void>* out) {
   if (impl_->memory == nullptr) return Status::error(Code::kSystem, impl_->why_no_peers);

@@ -33,6 +33,7 @@ namespace pycomm {
 // Why the communicator has failed on the device; ends of calls outlive the engine, and look here.
 struct DeviceFailure {
   std::atomic<bool> failed{false};
+  std::atomic<double> at_s{0};
   std::mutex mutex;
   Status why;
 
@@ -45,6 +46,7 @@ struct DeviceFailure {
     const std::lock_guard lock(mutex);
     if (failed.load(std::memory_order_relaxed)) return false;
     why = s.clone();
+    at_s.store(monotonic_s());
     failed.store(true, std::memory_order_release);
     return true;
   }
@@ -52,15 +54,15 @@ struct DeviceFailure {
 
 struct DeviceTurn::Impl {
   std::shared_ptr<cuda::DeviceContext> context;
-  cuda::Event ready = nullptr;
-  bool is_captured = false;  // the caller's stream is, into a CUDA graph
+  std::shared_ptr<cuda::HeldEvent> ready;  // what was on the caller's stream before
+  bool is_captured = false;                // the caller's stream is, into a CUDA graph
   uint64_t turn = 0;
 };
 
 struct DeviceEnd::Impl {
   std::shared_ptr<cuda::DeviceContext> context;
   std::shared_ptr<DeviceFailure> failure;
-  cuda::Event event = nullptr;
+  std::shared_ptr<cuda::HeldEvent> event;
   bool is_captured = false;  // then the event is the graph's, and nobody can ask it
 };
 
@@ -99,9 +101,9 @@ struct DeviceEngine::Impl {
     std::byte* out = nullptr;
   };
   Status can_be_captured(const Call& call);
+  Status agree_to_capture(const Call& call);
   Status issue(const Call& call, double timeout_s);
   Status alone(const Call& call, const Plain& plain);
-  Status agree_to_capture(const Call& call);
   Status by_way(const Call& call, const Plain& plain, std::byte* scratch, double timeout_s);
   bool needs_nccl(const Call& call) const;
   Status all_scratch_bytes(const Call& call, size_t* packed_in, size_t* packed_out, size_t* way);
@@ -128,18 +130,28 @@ struct DeviceEngine::Impl {
   // ---- device_watch.cc
   struct Pending {
     std::shared_ptr<DeviceEnd> end;
-    double until_s;
+    std::shared_ptr<cuda::HeldEvent> ready;
+    double limit_s, until_s;
     std::string what;
   };
-  std::mutex watch_mutex;
+  std::mutex watch_mutex;  // of all below
   std::condition_variable watch_changed;
   std::deque<Pending> pending;
+  uint64_t n_passed = 0;      // calls that were not captured
+  bool has_captured = false;  // graphs may replay calls at any time
   bool stop = false;
   std::thread watcher;
-  void watch_for(std::shared_ptr<DeviceEnd> end, double timeout_s, const Call& call);
+  void watch_for(std::shared_ptr<DeviceEnd> end, std::shared_ptr<cuda::HeldEvent> ready, double timeout_s,
+                 const Call& call);
+  void watch_replays();
+  void begin_watch();
   void watch();
+  void note_passed();
+  Status overdue();
   Status look();
   void fail(const Status& why);
+  bool await_end();
+  void keep();
   void end();
 };
 

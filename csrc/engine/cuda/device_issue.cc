@@ -260,23 +260,28 @@ Status DeviceEngine::Impl::issue(const Call& call, double timeout_s) {
 Status DeviceEngine::run(const Call& call, const DeviceTurn& turn, double timeout_s,
                          std::shared_ptr<DeviceEnd>* end) {
   Impl& d = *impl_;
-  PYCOMM_RETURN_IF_ERROR(d.failure->get());
+  if (Status s = failure(); !s.ok()) {
+    d.fail(s);
+    return s;
+  }
   const bool is_captured = turn.is_captured();
   if (is_captured) PYCOMM_RETURN_IF_ERROR(d.agree_to_capture(call));
+  if (d.peers != nullptr) d.peers->allow(timeout_s);
   const auto issue = [&]() -> Status {
     const std::lock_guard lock(d.context->issuing());
     const DeviceGuard guard(d.device);
     PYCOMM_RETURN_IF_ERROR(guard.status());
     PYCOMM_RETURN_IF_ERROR(
-        cuda_status(cudaStreamWaitEvent(d.stream(), turn.impl->ready, 0), "cudaStreamWaitEvent"));
+        cuda_status(cudaStreamWaitEvent(d.stream(), turn.impl->ready->get(), 0), "cudaStreamWaitEvent"));
     PYCOMM_RETURN_IF_ERROR(d.context->streams().begin_operation(call_kind_name(call.sig.kind)));
     PYCOMM_RETURN_IF_ERROR(d.issue(call, timeout_s));
     PYCOMM_RETURN_IF_ERROR(d.context->streams().end_operation(call_kind_name(call.sig.kind)));
-    cuda::Event event = nullptr;
-    PYCOMM_RETURN_IF_ERROR(d.context->take_event(&event));
+    std::shared_ptr<cuda::HeldEvent> event;
+    PYCOMM_RETURN_IF_ERROR(cuda::HeldEvent::take(d.context, &event));
+    PYCOMM_RETURN_IF_ERROR(cuda_status(cudaEventRecord(event->get(), d.stream()), "cudaEventRecord"));
     auto made = std::make_shared<DeviceEnd>();
-    made->impl = std::make_unique<DeviceEnd::Impl>(DeviceEnd::Impl{d.context, d.failure, event, is_captured});
-    PYCOMM_RETURN_IF_ERROR(cuda_status(cudaEventRecord(event, d.stream()), "cudaEventRecord"));
+    made->impl = std::make_unique<DeviceEnd::Impl>(
+        DeviceEnd::Impl{d.context, d.failure, std::move(event), is_captured});
     *end = std::move(made);
     return Status();
   };
@@ -289,7 +294,10 @@ Status DeviceEngine::run(const Call& call, const DeviceTurn& turn, double timeou
                          : s.clone());
     return s;
   }
-  if (!is_captured) d.watch_for(*end, timeout_s, call);
+  if (is_captured)
+    d.watch_replays();
+  else
+    d.watch_for(*end, turn.impl->ready, timeout_s, call);
   return Status();
 }
 

@@ -149,14 +149,7 @@ Status PeerCollectives::allocate_words() {
 }
 
 PeerCollectives::~PeerCollectives() {
-  if (watchdog_.joinable()) {
-    {
-      const std::lock_guard lock(mutex_);
-      stop_ = true;
-    }
-    wake_.notify_one();
-    watchdog_.join();
-  }
+  end_watch();
   if (words_ == nullptr) return;
   const DeviceGuard guard(memory_->device());
   if (is_idle())

@@ -10,10 +10,12 @@
 // that fails while it is captured has failed alone: nothing has run, and the communicator stays as it was.
 //
 // A watchdog thread reads what the kernels tell in pinned memory (no CUDA call, so it disturbs no capture).
-// It says abort when a block has been waiting for timeout_s, when a kernel has stopped by itself (its peers
-// have, or called something else), or when trouble() has news; the kernels then end within microseconds,
-// saying whom they waited for. A failed PeerCollectives stays failed: each call returns the same Status. What
-// a call has written is valid when its stream has passed it and failure() is OK after that.
+// It says abort when a block has been waiting for timeout_s, or for the longest time that calls were
+// allowed, when give_up() is called, when a kernel has stopped by itself (its peers have, or called something
+// else), or when trouble() has news; the kernels then end within microseconds, saying whom they waited for.
+// So a replay, which nobody else watches, has the longest limit of the calls before it. A failed
+// PeerCollectives stays failed: each call returns the same Status. What a call has written is valid when its
+// stream has passed it and failure() is OK after that.
 //
 // Methods may be called from any thread, collectives by one thread at a time. Sizes are bytes or elements, as
 // named. Cost of a launch: kOneShot one meeting of the blocks, the rest one or two (kernels/cuda/peer.cuh).
@@ -36,7 +38,7 @@ namespace pycomm {
 enum class PeerWay : uint8_t { kAuto, kOneShot, kTwoShot };
 
 struct PeerOptions {
-  double timeout_s = 300;
+  double timeout_s = 300;  // allow() may make it longer
   // Alike on all ranks (create refuses otherwise):
   size_t half_bytes = size_t{16} << 20;  // of staging; multiple of 256
   unsigned max_blocks = cuda::kMaxPeerBlocks;
@@ -73,12 +75,21 @@ class PeerCollectives {
   Status broadcast(void* data, size_t n_bytes, int root, PeerWay way, cuda::Stream stream);
 
   bool pushes() const { return push_; }
+  // From here on blocks may wait so long, if that is longer than before.
+  void allow(double timeout_s);
+  // The time of a call that is under way, which was waited_s, is over: its kernel stops, and failure() will
+  // name whom it waited for. False: none waits here, so this rank or nobody is to blame.
+  bool give_up(double waited_s);
   Status failure() const;  // OK while usable
   // Kernels stop waiting, here at once, at peers when they meet this rank next. The first reason stays.
   void abort(Status why);
+  // Its kernels may still run, or begin to: what they touch is kept until the process ends, and nothing is
+  // watched any more.
+  static void keep(std::unique_ptr<PeerCollectives> peers, std::shared_ptr<PeerMemory> memory);
 
  private:
-  PeerCollectives(PeerMemory* memory, const PeerOptions& options) : memory_(memory), options_(options) {}
+  PeerCollectives(PeerMemory* memory, const PeerOptions& options)
+      : memory_(memory), options_(options), limit_s_(options.timeout_s) {}
   Status allocate_words();
   Status agree_on_options(const Exchange& exchange);
   // What a collective hands to its launches; key tells dtype and operation apart.
@@ -99,6 +110,7 @@ class PeerCollectives {
 
   bool is_idle() const;  // no block waits
   void watch();
+  void end_watch();
   bool look(double now_s);
   Status told_by_kernels(const Status& otherwise) const;
   std::string name(int rank) const;
@@ -114,9 +126,12 @@ class PeerCollectives {
     uint64_t entered = 0;
     double since_s = 0;
   };
-  Seen seen_[cuda::kMaxPeerBlocks];  // the watchdog's
-  double gave_up_s_ = 0;             // when it said abort at a deadline; 0: it has not
-  double ending_since_s_ = 0;        // when it saw a kernel stop; 0: none has
+  std::atomic<double> limit_s_;
+  std::atomic<double> given_up_s_{0};  // give_up() was called: what was waited; 0: it was not
+  Seen seen_[cuda::kMaxPeerBlocks];    // the watchdog's
+  double waited_s_ = 0;                // that which it gave up for
+  double gave_up_s_ = 0;               // when it said abort at a deadline; 0: it has not
+  double ending_since_s_ = 0;          // when it saw a kernel stop; 0: none has
 
   mutable std::mutex mutex_;
   std::condition_variable wake_;

@@ -67,6 +67,35 @@ void PeerCollectives::abort(Status why) {
   if (words_ != nullptr) store(words_->abort, 1);
 }
 
+void PeerCollectives::allow(double timeout_s) {
+  if (timeout_s > limit_s_.load()) limit_s_.store(timeout_s);  // calls are made by one thread at a time
+}
+
+bool PeerCollectives::give_up(double waited_s) {
+  if (is_idle()) return false;
+  given_up_s_.store(waited_s);
+  return true;
+}
+
+void PeerCollectives::end_watch() {
+  if (!watchdog_.joinable()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  wake_.notify_one();
+  watchdog_.join();
+}
+
+void PeerCollectives::keep(std::unique_ptr<PeerCollectives> peers, std::shared_ptr<PeerMemory> memory) {
+  static std::mutex mutex;
+  static auto* const kept =
+      new std::vector<std::pair<std::shared_ptr<PeerMemory>, std::unique_ptr<PeerCollectives>>>;
+  peers->end_watch();
+  const std::lock_guard lock(mutex);
+  kept->emplace_back(std::move(memory), std::move(peers));
+}
+
 std::string PeerCollectives::name(int rank) const {
   return options_.describe ? options_.describe(rank) : format("rank %d", rank);
 }
@@ -119,7 +148,7 @@ Status PeerCollectives::told_by_kernels(const Status& otherwise) const {
 // False: there is nothing left to watch for.
 bool PeerCollectives::look(double now_s) {
   if (failed_.load(std::memory_order_acquire)) return false;
-  const Status timeout = Status::error(Code::kTimeout, format("waited %g s", options_.timeout_s));
+  const Status timeout = Status::error(Code::kTimeout, format("waited %g s", waited_s_));
   if (load(words_->stopped) != 0) {
     store(words_->abort, 1);  // for its other blocks, which have peers to blame as well
     if (ending_since_s_ == 0) ending_since_s_ = now_s;
@@ -135,7 +164,7 @@ bool PeerCollectives::look(double now_s) {
     abort(
         Status::error(Code::kTimeout, format("a call over peer memory: waited %g s, and the kernel does not "
                                              "answer",
-                                             options_.timeout_s)));
+                                             waited_s_)));
     return false;
   }
   if (options_.trouble) {
@@ -145,16 +174,22 @@ bool PeerCollectives::look(double now_s) {
       return false;
     }
   }
+  const auto give_up_after = [&](double waited_s) {
+    waited_s_ = waited_s;
+    gave_up_s_ = now_s;
+    store(words_->abort, 1);
+    return true;
+  };
+  if (const double given_up_s = given_up_s_.load(); given_up_s > 0) return give_up_after(given_up_s);
+  const double limit_s = limit_s_.load();
   for (int b = 0; b < cuda::kMaxPeerBlocks; ++b) {
     const uint64_t entered = load(words_->entered[b]);
     if (entered == load(words_->left[b])) {
       seen_[b] = {};
     } else if (seen_[b].entered != entered) {
       seen_[b] = {entered, now_s};
-    } else if (now_s - seen_[b].since_s >= options_.timeout_s) {
-      gave_up_s_ = now_s;
-      store(words_->abort, 1);
-      return true;
+    } else if (now_s - seen_[b].since_s >= limit_s) {
+      return give_up_after(limit_s);
     }
   }
   return true;

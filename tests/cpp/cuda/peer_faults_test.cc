@@ -52,6 +52,29 @@ TEST(PeerFaults, ARankThatDoesNotComeIsNamedAtTheDeadline) {
   });
 }
 
+// A call may say that it takes longer, and that its time is over.
+TEST(PeerFaults, TheCallsLimitCounts) {
+  PeerOptions options = small_options();
+  options.timeout_s = 0.2;
+  run_peers(2, options, [&](PeerRank& self) {
+    const Tensor t(self, 4000, 0, false);
+    self.comm->allow(1000);
+    self.comm->allow(0.1);  // shorter: nothing new
+    if (self.rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(600));
+    ASSERT_OK(call(self, t, 1000));
+    EXPECT_FALSE(self.comm->give_up(7)) << "nothing waits";
+    ASSERT_OK(call(self, t, 1000));
+    if (self.rank == 1) return;
+    ASSERT_OK(self.comm->all_reduce(t.data(), t.data(), 1000, DType::kFloat32, ReduceOp::kSum, 1,
+                                    PeerWay::kTwoShot, self.on()));
+    while (!self.comm->give_up(7)) std::this_thread::yield();  // until the kernel has begun
+    const Status s = self.pass();
+    EXPECT_EQ(s.code(), Code::kTimeout);
+    EXPECT_EQ(s.message(),
+              "all_reduce/two_shot of 4000 bytes over peer memory, call 2: rank 1 did not come; waited 7 s");
+  });
+}
+
 TEST(PeerFaults, CallsThatDifferAreSeenOnEveryRank) {
   for (const int odd_one : {0, 2}) {
     run_peers(3, small_options(), [&](PeerRank& self) {

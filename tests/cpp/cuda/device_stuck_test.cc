@@ -1,0 +1,161 @@
+// Devices that do not come to a call, or do not end it: who is named, and close() returns all the same.
+#include <cstdlib>
+
+#include "cuda/device_ranks.h"
+#include "cuda/nccl_ranks.h"  // ScopedEnv
+
+namespace pycomm {
+namespace {
+
+// Holds a stream up until it is opened.
+struct Gate {
+  std::atomic<bool> open{false};
+
+  static void wait(void* gate) {
+    while (!static_cast<Gate*>(gate)->open) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  void close(cudaStream_t stream) { ASSERT_CUDA(cudaLaunchHostFunc(stream, &Gate::wait, this)); }
+};
+
+Status sum(DeviceRank& self, OnStream& t, const char* way) {
+  Request r = self.request(CallKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, t.size() / 4);
+  r.call.in = r.call.out = Buffer(t.data(), t.size() / 4);
+  return self.call(&r, way);
+}
+
+// Without a look at the stream, which may be stuck for good.
+Status until_failure(DeviceRank& self) {
+  const double end_s = monotonic_s() + 20;
+  Status s;
+  while ((s = self.comm->check_usable()).ok() && monotonic_s() < end_s)
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  return s;
+}
+
+void expect_close_in_time(DeviceRank& self) {
+  const double begin_s = monotonic_s();
+  PYCOMM_ASSERT_OK(self.comm->close(nullptr));
+  EXPECT_LT(monotonic_s() - begin_s, 15) << "rank " << self.rank;
+}
+
+void close_while_abort_hangs() {
+  const ScopedEnv fault("LOOPBACK_NCCL_FAULT", "stall=1:1,abort_hangs=1");
+  run_device_ranks(
+      2,
+      [](DeviceRank& self) {
+        auto* const t = new OnStream(self.stream, Bytes(400));  // for good: the operation may write it
+        PYCOMM_ASSERT_OK(sum(self, *t, "nccl"));
+        PYCOMM_ASSERT_OK(sum(self, *t, "nccl"));
+        const Status s = until_failure(self);
+        EXPECT_NE(s.message().find("has not ended in time"), std::string::npos) << s.message();
+        expect_close_in_time(self);
+        ASSERT_CUDA(cudaStreamCreateWithFlags(&self.stream, cudaStreamNonBlocking));  // the old one is stuck
+      },
+      1);
+  std::exit(testing::Test::HasFailure() ? 1 : 0);
+}
+
+// In a process of its own, whose device is stuck for good; it can exit.
+TEST(DeviceStuckDeathTest, CloseWhenNcclsAbortHangs) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const double begin_s = monotonic_s();
+  EXPECT_EXIT(close_while_abort_hangs(), testing::ExitedWithCode(0),
+              "rank 1 closed a communicator whose calls on CUDA device 1 do not end.*ncclCommAbort.*did not "
+              "return");
+  EXPECT_LT(monotonic_s() - begin_s, 30);
+}
+
+TEST(DeviceStuck, CloseWhenTheCallersStreamIsStuck) {
+  for (const char* way : {"peer", "nccl"}) {
+    Gate gate;
+    run_device_ranks(
+        2,
+        [&](DeviceRank& self) {
+          OnStream t(self.stream, Bytes(400));
+          PYCOMM_ASSERT_OK(sum(self, t, way));
+          (void)t.get();
+          if (self.rank == 1) gate.close(self.stream);
+          PYCOMM_ASSERT_OK(sum(self, t, way));
+          EXPECT_FALSE(until_failure(self).ok());
+          expect_close_in_time(self);
+          if (self.rank == 1) gate.open = true;  // what was left behind runs now, and harms nobody
+        },
+        1);
+  }
+}
+
+// A rank whose stream is held up before the call keeps all others: it is named on all of them, by kernels
+// that wait for it or by how far each device is, and by nobody's own limit but the call's.
+TEST(DeviceStuck, WhoDoesNotComeIsNamed) {
+  for (const char* way : {"peer_one_shot", "peer_two_shot", "nccl", "ring"}) {
+    Gate gate;
+    const double begin_s = monotonic_s();
+    run_device_ranks(
+        3,
+        [&](DeviceRank& self) {
+          OnStream t(self.stream, Bytes(400));
+          PYCOMM_ASSERT_OK(sum(self, t, way));
+          (void)t.get();
+          if (self.rank == 1) gate.close(self.stream);
+          PYCOMM_ASSERT_OK(sum(self, t, way));
+          const Status s = until_failure(self);
+          EXPECT_EQ(s.code(), Code::kTimeout) << s.message();
+          const std::string who = self.comm->describe(1).substr(0, 13);  // the state may be another one then
+          EXPECT_EQ(who, "rank 1 (host ");
+          const bool named = s.message().find("has not come to it on " + who) != std::string::npos ||
+                             s.message().find(": " + who) != std::string::npos;
+          EXPECT_TRUE(named) << way << ", rank " << self.rank << ": " << s.message();
+          for (const int other : {0, 2}) {
+            EXPECT_EQ(s.message().find(format("come to it on rank %d", other)), std::string::npos)
+                << s.message();
+          }
+          if (self.rank == 1) gate.open = true;
+        },
+        1);
+    EXPECT_LT(monotonic_s() - begin_s, 20) << way;
+  }
+}
+
+// The root waits for rank 1, whose operation stalls; rank 2 has sent all that it had to.
+TEST(DeviceStuck, WhoHasNotEndedIsNamed) {
+  const ScopedEnv fault("LOOPBACK_NCCL_FAULT", "stall=1:1");
+  run_device_ranks(
+      3,
+      [&](DeviceRank& self) {
+        OnStream t(self.stream, Bytes(400));
+        for (int i = 0; i < 2; i++) {
+          Request r = self.request(CallKind::kReduce, DType::kFloat32, ReduceOp::kSum, 100, 0);
+          r.call.in = Buffer(t.data(), 100);
+          if (self.rank == 0) r.call.out = r.call.in;
+          PYCOMM_ASSERT_OK(self.call(&r, "nccl"));
+          if (i == 0) (void)t.get();
+        }
+        if (self.rank == 2) (void)t.get();
+        const Status s = self.rank == 2 ? barrier(*self.comm, 20) : until_failure(self);
+        EXPECT_FALSE(s.ok());
+        const size_t at = s.message().find("it has ended on other ranks, but not on rank 0 (host ");
+        ASSERT_NE(at, std::string::npos) << s.message();
+        EXPECT_NE(s.message().find("(1 of 2 calls passed), rank 1 (host ", at), std::string::npos)
+            << s.message();
+        EXPECT_EQ(s.message().find("rank 2 (host ", at), std::string::npos) << s.message();
+      },
+      1);
+}
+
+// Nobody can tell: all devices are in it.
+TEST(DeviceStuck, WhenAllAreInIt) {
+  const ScopedEnv fault("LOOPBACK_NCCL_FAULT", "stall=1:1");
+  run_device_ranks(
+      3,
+      [&](DeviceRank& self) {
+        OnStream t(self.stream, Bytes(400));
+        PYCOMM_ASSERT_OK(sum(self, t, "nccl"));
+        PYCOMM_ASSERT_OK(sum(self, t, "nccl"));
+        const Status s = until_failure(self);
+        EXPECT_NE(s.message().find("the devices of all ranks are in it"), std::string::npos) << s.message();
+      },
+      1);
+}
+
+}  // namespace
+}  // namespace pycomm
