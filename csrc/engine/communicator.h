@@ -159,7 +159,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   mutable std::mutex device_mutex_;  // of whoever asks it why calls have failed, against close()
   DeviceTables device_tables_;
   std::unique_ptr<DeviceEngine> device_;
-  CallerHooks* device_hooks_ = nullptr;  // of the call on CUDA that is being executed
+  bool was_shrunk_ = false;                          // it came of another one's shrink()
+  std::shared_ptr<DeviceHeritage> device_heritage_;  // of that one, until the first call on CUDA
+  CallerHooks* device_hooks_ = nullptr;              // of the call on CUDA that is being executed
   double device_timeout_s_ = 0;
   bool watching_ = false;  // the thread will look by itself, within kPatienceS
   std::thread thread_;

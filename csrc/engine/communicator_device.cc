@@ -94,6 +94,8 @@ Status Communicator::make_device(int device, CallerHooks* hooks, double timeout_
   link.poll = [this] { return device_hooks_ != nullptr ? device_hooks_->poll() : Status(); };
   link.fail = [this](const Status& s) { fail_and_tell(s); };
   link.show = [this](uint64_t n_reached, uint64_t n_passed) { group_->show_device(n_reached, n_passed); };
+  link.was_shrunk = was_shrunk_;
+  link.heritage = std::move(device_heritage_);
   link.behind = [this](uint64_t number) { return group_->devices_behind(number); };
   PYCOMM_RETURN_IF_ERROR(DeviceEngine::create(group_->node().get(), device, std::move(link), &device_));
   device_now_.store(device_.get(), std::memory_order_release);

@@ -85,6 +85,9 @@ class DeviceTables {
   std::array<std::vector<Row>, kNumCollectives> rows_;
 };
 
+// What the engine of a communicator that was shrunk leaves to the next one's.
+struct DeviceHeritage;
+
 class DeviceEngine {
  public:
   // What it needs of the communicator.
@@ -101,6 +104,8 @@ class DeviceEngine {
     std::function<void(uint64_t n_reached, uint64_t n_passed)> show;
     // Who keeps that call (from 1 on) from ending, of the ranks here; "": no device is behind the others.
     std::function<std::string(uint64_t call)> behind;
+    bool was_shrunk = false;                   // made by shrink(), alike on all ranks
+    std::shared_ptr<DeviceHeritage> heritage;  // then, of the communicator before; null: there is none
   };
   static const char* why_not_built();  // null when it is
   static int device_count();
@@ -118,6 +123,8 @@ class DeviceEngine {
   Status run(const Call& call, const DeviceTurn& turn, double timeout_s, std::shared_ptr<DeviceEnd>* end);
   // Ends what is under way.
   void abort(const Status& why);
+  // After a failure: what helps the ranks that are left, without the excluded; null: nothing does.
+  std::shared_ptr<DeviceHeritage> bequeath(std::vector<int> excluded);
   Status failure() const;  // also of graphs' replays, once the stream has passed them
   bool is_idle() const;    // nothing is under way, or all of it has failed
 

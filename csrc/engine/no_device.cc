@@ -4,6 +4,7 @@
 
 namespace pycomm {
 
+struct DeviceHeritage {};
 struct DeviceTurn::Impl {};
 struct DeviceEnd::Impl {};
 struct DeviceEngine::Impl {};
@@ -41,6 +42,7 @@ int DeviceEngine::device() const { return -1; }
 Status DeviceEngine::choose(const DeviceTables&, Call*) const { return no(); }
 Status DeviceEngine::run(const Call&, const DeviceTurn&, double, std::shared_ptr<DeviceEnd>*) { return no(); }
 void DeviceEngine::abort(const Status&) {}
+std::shared_ptr<DeviceHeritage> DeviceEngine::bequeath(std::vector<int>) { return nullptr; }
 Status DeviceEngine::failure() const { return Status(); }
 bool DeviceEngine::is_idle() const { return true; }
 Status DeviceEngine::allocate(size_t, std::shared_ptr<void>*) { return no(); }

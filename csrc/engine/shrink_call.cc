@@ -37,13 +37,14 @@ Status Communicator::shrink(const std::vector<int>& exclude, double timeout_s, C
       excluded, offset, timeout_s, hooks, [&] { abort(who + " called shrink()"); }, &survivors));
   shrunk_ = true;
   abort("the communicator was shrunk");
-  std::vector<int> members;
+  std::vector<int> members, left_out;
   std::vector<uint64_t> offsets;
   Node& node = *group_->node();
   for (int q = 0; q < size(); q++) {
     const int local = local_rank(q);
     const int node_rank = local < 0 ? -1 : group_->node_rank(local);
     if (!survivors.has(q)) {
+      left_out.push_back(q);
       if (local >= 0) node.forget(node_rank);
       continue;
     }
@@ -53,7 +54,10 @@ Status Communicator::shrink(const std::vector<int>& exclude, double timeout_s, C
     if (offsets.back() == 0 || node.mapping(node_rank) == nullptr)
       return Status::error(Code::kPeerLost, "shrink: " + group_->describe(local) + " is gone already");
   }
-  return make_child(members, offsets, ~uint64_t{0}, out);
+  PYCOMM_RETURN_IF_ERROR(make_child(members, offsets, ~uint64_t{0}, out));
+  (*out)->was_shrunk_ = true;
+  if (device() != nullptr) (*out)->device_heritage_ = device()->bequeath(std::move(left_out));
+  return Status();
 }
 
 }  // namespace pycomm

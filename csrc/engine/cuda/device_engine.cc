@@ -2,9 +2,12 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
+#include "base/log.h"
 #include "engine/cuda/device_impl.h"
 #include "kernels/cuda/kernels.h"
 
@@ -123,14 +126,57 @@ Status DeviceEngine::Impl::make_peers() {
   return Status();
 }
 
-Status DeviceEngine::Impl::need_nccl(double timeout_s) {
-  if (comm.valid()) return Status();
+Status DeviceEngine::Impl::make_nccl(double timeout_s) {
   nccl::UniqueId id{};
   if (link.rank == 0) PYCOMM_RETURN_IF_ERROR(nccl::NcclComm::make_id(&id));
   std::vector<nccl::UniqueId> ids(static_cast<size_t>(link.n_ranks));
   PYCOMM_RETURN_IF_ERROR(link.exchange(&id, sizeof id, ids.data()).within("the id of NCCL's communicator"));
-  PYCOMM_RETURN_IF_ERROR(
-      nccl::NcclComm::init(ids[0], link.n_ranks, link.rank, device, patience(timeout_s), &comm));
+  return nccl::NcclComm::init(ids[0], link.n_ranks, link.rank, device, patience(timeout_s), &comm);
+}
+
+// The first rank's trouble, if any has some; its text is the log's affair there.
+Status DeviceEngine::Impl::all_good(Status mine) {
+  const uint8_t good = mine.ok() ? 1 : 0;
+  std::vector<uint8_t> all(static_cast<size_t>(link.n_ranks));
+  PYCOMM_RETURN_IF_ERROR(link.exchange(&good, sizeof good, all.data()));
+  PYCOMM_RETURN_IF_ERROR(std::move(mine));
+  const auto bad = std::find(all.begin(), all.end(), 0);
+  if (bad == all.end()) return Status();
+  return Status::error(Code::kSystem,
+                       link.describe(static_cast<int>(bad - all.begin())) + " could not, and says why");
+}
+
+// By ncclCommShrink, from the communicator before; `comm` stays as it was where that does not do.
+Status DeviceEngine::Impl::inherit_nccl(double timeout_s) {
+  constexpr double kLongest_s = 10;  // the other way must be left some time
+  const std::shared_ptr<DeviceHeritage> from = std::exchange(link.heritage, nullptr);
+  nccl::NcclComm made;
+  Status mine;
+  if (from == nullptr) {
+    mine = Status::error(Code::kSystem, "there is none to shrink here");
+  } else if (from->comm.device() != device ||
+             from->comm.n_ranks() - static_cast<int>(from->excluded.size()) != link.n_ranks) {
+    mine = Status::error(Code::kSystem, "the device or the ranks are others");
+  }
+  PYCOMM_RETURN_IF_ERROR(all_good(std::move(mine)));
+  mine = from->comm.shrink(from->excluded, true, patience(std::min(timeout_s / 2, kLongest_s)), &made);
+  PYCOMM_RETURN_IF_ERROR(all_good(std::move(mine)));
+  if (made.rank() != link.rank) return Status::error(Code::kSystem, "NCCL has numbered the ranks otherwise");
+  comm = std::move(made);
+  nccl_text += "; by ncclCommShrink";
+  return Status();
+}
+
+Status DeviceEngine::Impl::need_nccl(double timeout_s) {
+  if (comm.valid()) return Status();
+  if (link.was_shrunk) {
+    const Status s = inherit_nccl(timeout_s);
+    PYCOMM_RETURN_IF_ERROR(link.trouble());
+    if (!s.ok())
+      log_line(LogLevel::kInfo, format("rank %d makes NCCL's communicator anew after shrink(): %s", link.rank,
+                                       s.message().c_str()));
+  }
+  if (!comm.valid()) PYCOMM_RETURN_IF_ERROR(make_nccl(timeout_s));
   rounds = std::make_unique<cuda::NcclRounds>(comm, context->streams());
   return Status();
 }
@@ -203,12 +249,22 @@ DeviceEngine::~DeviceEngine() {
     return;
   }
   d.peers.reset();
-  if (d.comm.valid()) (void)d.comm.finalize({nccl::NcclComm::kAbortTimeout_s, {}});
+  if (d.comm.valid() && !d.comm_is_revoked) (void)d.comm.finalize({nccl::NcclComm::kAbortTimeout_s, {}});
 }
 
 int DeviceEngine::device() const { return impl_->device; }
 
 void DeviceEngine::abort(const Status& why) { impl_->fail(why); }
+
+std::shared_ptr<DeviceHeritage> DeviceEngine::bequeath(std::vector<int> excluded) {
+  Impl& d = *impl_;
+  const std::lock_guard lock(d.context->issuing());
+  const DeviceGuard guard(d.device);
+  d.end_nccl();
+  if (!d.comm_is_revoked || d.failure->get().ok()) return nullptr;
+  d.comm_is_revoked = false;
+  return std::make_shared<DeviceHeritage>(DeviceHeritage{std::move(d.comm), std::move(excluded)});
+}
 
 bool DeviceEngine::is_idle() const {
   return impl_->failure->failed.load() || cudaStreamQuery(impl_->stream()) != cudaErrorNotReady;

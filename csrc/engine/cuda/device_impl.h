@@ -66,6 +66,12 @@ struct DeviceEnd::Impl {
   bool is_captured = false;  // then the event is the graph's, and nobody can ask it
 };
 
+// NCCL's communicator, with nothing under way on it.
+struct DeviceHeritage {
+  nccl::NcclComm comm;
+  std::vector<int> excluded;  // of its ranks
+};
+
 struct DeviceEngine::Impl {
   Link link;
   int device = 0;
@@ -79,12 +85,16 @@ struct DeviceEngine::Impl {
   bool has_nccl = false;  // on all ranks, and devices that it takes
   std::string why_no_nccl, nccl_text;
   nccl::NcclComm comm;  // made by the first call that needs it
+  bool comm_is_revoked = false;
   std::unique_ptr<cuda::NcclRounds> rounds;
   std::map<std::tuple<int, int, bool>, std::unique_ptr<cuda::RoundPlan>> plans;  // algorithm, root, in place
 
   // ---- device_engine.cc
   Status make_peers();
   Status need_nccl(double timeout_s);
+  Status make_nccl(double timeout_s);
+  Status inherit_nccl(double timeout_s);
+  Status all_good(Status mine);
   nccl::Patience patience(double timeout_s);
 
   // ---- device_choice.cc
@@ -150,6 +160,7 @@ struct DeviceEngine::Impl {
   Status overdue();
   Status look();
   void fail(const Status& why);
+  void end_nccl();
   bool await_end();
   void keep();
   void end();

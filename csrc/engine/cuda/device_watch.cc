@@ -121,8 +121,17 @@ void DeviceEngine::Impl::fail(const Status& why) {
   if (peers != nullptr) peers->abort(why.clone());
   // Whoever issues a call polls for trouble, and lets go.
   const std::lock_guard lock(context->issuing());
-  if (!comm.valid()) return;
   const DeviceGuard guard(device);
+  end_nccl();
+}
+
+// What is under way on it ends. Where NCCL can go on with the ranks that are left, it stays for them.
+void DeviceEngine::Impl::end_nccl() {
+  if (!comm.valid() || comm_is_revoked) return;
+  if (comm.can_shrink() && comm.can_revoke()) {
+    comm_is_revoked = comm.revoke({nccl::NcclComm::kAbortTimeout_s / 2, {}}).ok();
+    if (comm_is_revoked) return;
+  }
   const Status left = comm.abort();
   if (!left.ok()) nccl_text += "; " + left.message();
 }

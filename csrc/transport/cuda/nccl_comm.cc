@@ -154,7 +154,10 @@ Status NcclComm::revoke(const Patience& patience) {
                          format("ncclCommRevoke needs NCCL 2.28 or newer; this is %s (%s)",
                                 version_text(library_->version).c_str(), library_->path.c_str()));
   }
-  return settle(api().comm_revoke(comm_, kRevokeDefault), "ncclCommRevoke", patience);
+  Result result = kSuccess;
+  const auto revoke = [fn = api().comm_revoke](Comm comm) { return fn(comm, kRevokeDefault); };
+  PYCOMM_RETURN_IF_ERROR(in_time(revoke, "ncclCommRevoke", patience.timeout_s, &result));
+  return settle(result, "ncclCommRevoke", patience);
 }
 
 Status NcclComm::start_group() {
@@ -205,21 +208,21 @@ Status NcclComm::async_error() {
   return failure(error, "an operation that was under way failed");
 }
 
-Status NcclComm::end_in_time(Result (*fn)(Comm), const char* what, double timeout_s) {
+// A function that may hang, on a thread of its own.
+Status NcclComm::in_time(std::function<Result(Comm)> fn, const char* what, double timeout_s,
+                         Result* result) const {
   const auto ending = std::make_shared<Ending>();
-  std::thread([ending, fn, comm = comm_, device = device_] {
+  std::thread([ending, fn = std::move(fn), comm = comm_, device = device_] {
     const bool on_device = cudaSetDevice(device) == cudaSuccess;
-    const Result result = on_device ? fn(comm) : kUnhandledCudaError;
+    const Result r = on_device ? fn(comm) : kUnhandledCudaError;
     const std::lock_guard lock(ending->mutex);
-    ending->result = result;
+    ending->result = r;
     ending->is_done = true;
     ending->done.notify_all();
   }).detach();
   std::unique_lock lock(ending->mutex);
-  const bool in_time =
-      ending->done.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return ending->is_done; });
-  comm_ = nullptr;  // freed, or in the hands of a thread that may never end
-  if (!in_time) {
+  if (!ending->done.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                             [&] { return ending->is_done; })) {
     return Status::error(Code::kTimeout, format("%s, rank %d of %d on device %d: did not return within %.3g "
                                                 "s; left are the communicator's memory and "
                                                 "connections, its kernels on the device, and the thread that "
@@ -227,7 +230,16 @@ Status NcclComm::end_in_time(Result (*fn)(Comm), const char* what, double timeou
                                                 "used further by this process",
                                                 what, rank_, n_ranks_, device_, timeout_s));
   }
-  return ending->result == kSuccess ? Status() : failure(ending->result, what);
+  *result = ending->result;
+  return Status();
+}
+
+Status NcclComm::end_in_time(Result (*fn)(Comm), const char* what, double timeout_s) {
+  Result result = kSuccess;
+  Status s = in_time(fn, what, timeout_s, &result);
+  comm_ = nullptr;  // freed, or in the hands of a thread that may never end
+  PYCOMM_RETURN_IF_ERROR(std::move(s));
+  return result == kSuccess ? Status() : failure(result, what);
 }
 
 Status NcclComm::finalize(const Patience& patience) {

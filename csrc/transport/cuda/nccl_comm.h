@@ -41,10 +41,10 @@ class NcclComm {
                      NcclComm* out);
   // Collective of the ranks that stay: those without the excluded. `abort_first` ends what is under way.
   Status shrink(std::span<const int> excluded, bool abort_first, const Patience& patience, NcclComm* out);
-  bool can_shrink() const { return valid() && api().comm_shrink != nullptr; }
+  bool can_shrink() const { return valid() && has(api().comm_shrink != nullptr, kShrinkVersion); }
   // Ends what is under way on this rank; then only shrink and abort are left.
   Status revoke(const Patience& patience);
-  bool can_revoke() const { return valid() && api().comm_revoke != nullptr; }
+  bool can_revoke() const { return valid() && has(api().comm_revoke != nullptr, kRevokeVersion); }
 
   // What is between start_group and end_group is one operation for NCCL: it starts together and cannot
   // deadlock within itself. end_group returns when all is on its stream. After a failed call the group is
@@ -82,7 +82,9 @@ class NcclComm {
   Status failure(Result result, const std::string& what) const;
   Status adopt(std::unique_ptr<Comm> place, Result result, const char* what, const Patience& patience,
                NcclComm* out);
+  Status in_time(std::function<Result(Comm)> fn, const char* what, double timeout_s, Result* result) const;
   Status end_in_time(Result (*fn)(Comm), const char* what, double timeout_s);
+  bool has(bool symbol, int version) const { return symbol && library_->version >= version; }
 
   const Library* library_ = nullptr;
   Comm comm_ = nullptr;

@@ -181,9 +181,17 @@ Result ncclCommRevoke(Comm comm, int flags) {
   const std::shared_ptr<Core> core = comm->core;
   core->revoked = true;
   core->stop();
-  core->wait_idle();
-  core->state = kSuccess;
-  return kSuccess;
+  const auto end = [core] {
+    core->wait_idle();
+    core->state = kSuccess;
+  };
+  if (core->blocking) {
+    end();
+    return kSuccess;
+  }
+  core->state = kInProgress;
+  std::thread(end).detach();
+  return kInProgress;
 }
 
 Result ncclCommFinalize(Comm comm) {
