@@ -61,7 +61,7 @@ struct UniqueId {
 inline constexpr int kUndefinedInt = INT_MIN;
 inline constexpr int kShrinkDefault = 0, kShrinkAbort = 1;
 inline constexpr int kRevokeDefault = 0;
-inline constexpr int kShrinkVersion = 22700, kRevokeVersion = 22800;
+inline constexpr int kShrinkVersion = 22700, kRevokeVersion = 22900;
 inline constexpr int kOldestVersion = 21800;  // major * 10000 + minor * 100 + patch
 
 // ncclConfig_t as it was in 2.17: later versions read its size and take their defaults for what is not there.
@@ -110,7 +110,7 @@ struct Config {
     (RedOp* op, void* scalar, DataType type, ScalarResidence residence, Comm comm))                            \
   X(Result, red_op_destroy, ncclRedOpDestroy, (RedOp op, Comm comm))
 
-// 2.27 shrink, 2.28 revoke.
+// 2.27 shrink, 2.29 revoke.
 #define PYCOMM_NCCL_OPTIONAL(X)                                                                                \
   X(Result, comm_shrink, ncclCommShrink,                                                                       \
     (Comm comm, int* excluded, int n_excluded, Comm* made, Config* config, int flags))                         \

@@ -151,7 +151,7 @@ Status NcclComm::shrink(std::span<const int> excluded, bool abort_first, const P
 Status NcclComm::revoke(const Patience& patience) {
   if (!can_revoke()) {
     return Status::error(Code::kSystem,
-                         format("ncclCommRevoke needs NCCL 2.28 or newer; this is %s (%s)",
+                         format("ncclCommRevoke needs NCCL 2.29 or newer; this is %s (%s)",
                                 version_text(library_->version).c_str(), library_->path.c_str()));
   }
   Result result = kSuccess;
