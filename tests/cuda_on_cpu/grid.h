@@ -36,6 +36,15 @@ StreamTraits traits_of(cudaStream_t stream);
 void synchronize_device();
 
 int current_device();
+// By a call that needs a context: the current device's, where the thread has none.
+void need_context();
+// Whether the device's primary context has been made, by whatever thread, since forget_context().
+bool has_context(int device);
+void forget_context(int device);
+// As after a fault of a kernel: every question for an event of the device is answered with that error. What
+// is on its streams goes on, unlike there.
+void break_device(int device, cudaError_t error);
+cudaError_t device_error(int device);
 // Remembers the error for cudaGetLastError and returns it.
 cudaError_t report(cudaError_t error);
 

@@ -131,6 +131,7 @@ cudaError_t free_allocation(void* p, Kind kind) {
 
 cudaError_t allocate(void** p, size_t n_bytes, Kind kind) {
   *p = nullptr;
+  need_context();
   const cudaError_t refused = check_unsafe_call();
   if (refused != cudaSuccess) return report(refused);
   const size_t n_mapped = (n_bytes + kGuardBytes + kPageBytes - 1) / kPageBytes * kPageBytes;
@@ -180,6 +181,7 @@ cudaError_t cudaMallocHost(void** p, size_t n_bytes) { return allocate(p, n_byte
 cudaError_t cudaFreeHost(void* p) { return free_allocation(p, Kind::kHost); }
 
 cudaError_t cudaHostRegister(void* p, size_t n_bytes, unsigned int) {
+  need_context();
   const cudaError_t refused = check_unsafe_call();
   if (refused != cudaSuccess) return report(refused);
   Memory& m = memory();
@@ -250,6 +252,7 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* p) {
 }
 
 cudaError_t cudaIpcOpenMemHandle(void** p, cudaIpcMemHandle_t handle, unsigned int) {
+  need_context();
   const cudaError_t refused = check_unsafe_call();
   if (refused != cudaSuccess) return report(refused);
   Handle h;

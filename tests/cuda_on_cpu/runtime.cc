@@ -1,6 +1,10 @@
-// Devices and errors. All devices are this computer's memory; a thread's current device only names its
-// streams. Environment, read once: CUDA_ON_CPU_DEVICES (how many devices; 1), CUDA_ON_CPU_SEED (Settings);
-// read each time: CUDA_ON_CPU_PEER_ACCESS (0: no device reaches another).
+// Devices, contexts and errors. All devices are this computer's memory; a thread's current device only names
+// its streams. As in CUDA, a device has its primary context from the first cudaSetDevice on, and a thread
+// that has set none gets that of device 0 by its first call that needs one. Environment, read once:
+// CUDA_ON_CPU_DEVICES (how many devices; 1), CUDA_ON_CPU_SEED (Settings); read each time:
+// CUDA_ON_CPU_PEER_ACCESS (0: no device reaches another).
+#include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -11,12 +15,16 @@ namespace cuda_on_cpu {
 namespace {
 
 thread_local int device_of_thread = 0;
+thread_local int context_of_thread = -1;  // the device whose primary context is current
+constexpr int kMaxDevices = 64;
+std::atomic<bool> contexts[kMaxDevices];  // of devices; the address is the handle
+std::atomic<cudaError_t> errors[kMaxDevices];
 thread_local cudaError_t last_error = cudaSuccess;
 
 int n_devices() {
   static const int n = [] {
     const char* text = std::getenv("CUDA_ON_CPU_DEVICES");
-    return text ? std::atoi(text) : 1;
+    return std::min(text ? std::atoi(text) : 1, kMaxDevices);
   }();
   return n;
 }
@@ -30,6 +38,16 @@ const bool seed_is_read = [] {
 }  // namespace
 
 int current_device() { return device_of_thread; }
+
+void need_context() {
+  if (context_of_thread >= 0) return;
+  context_of_thread = device_of_thread;
+  contexts[device_of_thread] = true;
+}
+bool has_context(int device) { return contexts[device]; }
+void forget_context(int device) { contexts[device] = false; }
+void break_device(int device, cudaError_t error) { errors[device] = error; }
+cudaError_t device_error(int device) { return errors[device]; }
 
 cudaError_t report(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
@@ -50,12 +68,27 @@ cudaError_t cudaGetDeviceCount(int* count) {
 cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= n_devices()) return report(cudaErrorInvalidDevice);
   device_of_thread = device;
+  context_of_thread = -1;
+  need_context();
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) {
   *device = device_of_thread;
   return cudaSuccess;
 }
+// Of the driver's API, which pycomm looks up by name; no header declares them here.
+int cuCtxGetCurrent(void** context) {
+  *context = context_of_thread < 0 ? nullptr : &contexts[context_of_thread];
+  return 0;
+}
+int cuCtxSetCurrent(void* context) {
+  context_of_thread = -1;
+  if (context == nullptr) return 0;
+  device_of_thread = context_of_thread =
+      static_cast<int>(static_cast<std::atomic<bool>*>(context) - contexts);
+  return 0;
+}
+
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attr, int device) {
   if (device < 0 || device >= n_devices()) return report(cudaErrorInvalidDevice);
   switch (attr) {

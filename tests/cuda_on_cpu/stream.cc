@@ -117,6 +117,7 @@ Handles& handles() {
 }
 
 std::shared_ptr<Stream> find(cudaStream_t stream) {
+  need_context();
   Handles& h = handles();
   const std::lock_guard lock(h.mutex);
   if (stream == nullptr) {
@@ -130,6 +131,7 @@ std::shared_ptr<Stream> find(cudaStream_t stream) {
 }
 
 std::shared_ptr<Event> find(cudaEvent_t event) {
+  need_context();
   Handles& h = handles();
   const std::lock_guard lock(h.mutex);
   const auto it = h.events.find(event);
@@ -149,6 +151,7 @@ cudaError_t enqueue(cudaStream_t stream, std::function<void()> task) {
 StreamTraits traits_of(cudaStream_t stream) { return find(stream)->traits(); }
 
 void synchronize_device() {
+  need_context();
   std::set<std::shared_ptr<Stream>> mine;
   {
     Handles& h = handles();
@@ -178,6 +181,7 @@ cudaError_t cudaDeviceSynchronize(void) {
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int flags, int) {
   if (flags > cudaStreamNonBlocking) return report(cudaErrorInvalidValue);
+  need_context();
   auto made = std::make_shared<Stream>(StreamTraits{current_device(), (flags & cudaStreamNonBlocking) == 0});
   Handles& h = handles();
   const std::lock_guard lock(h.mutex);
@@ -210,7 +214,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   const auto s = find(stream);
   const cudaError_t refused = check_host_sees(stream);
   if (refused != cudaSuccess) return report(refused);
-  return s->is_idle() ? cudaSuccess : cudaErrorNotReady;
+  return report(s->is_idle() ? cudaSuccess : cudaErrorNotReady);
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t fn, void* user_data) {
@@ -218,6 +222,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t fn, void* user_
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
+  need_context();
   auto made = std::make_shared<Event>();
   Handles& h = handles();
   const std::lock_guard lock(h.mutex);
@@ -281,8 +286,10 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   const auto e = find(event);
   const cudaError_t refused = check_host_sees(event);
   if (refused != cudaSuccess) return report(refused);
+  const cudaError_t broken = device_error(current_device());
+  if (broken != cudaSuccess) return report(broken);
   const std::lock_guard lock(e->mutex);
-  return e->n_reached >= e->n_recorded ? cudaSuccess : cudaErrorNotReady;
+  return report(e->n_reached >= e->n_recorded ? cudaSuccess : cudaErrorNotReady);
 }
 
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {

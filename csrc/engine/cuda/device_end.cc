@@ -63,10 +63,17 @@ Status DeviceEnd::order(void* stream) const {
                      "cudaStreamWaitEvent on the caller's stream");
 }
 
+// The engine's watch finds the device's error as well, and ends what is under way.
+bool DeviceEnd::Impl::ask() const {
+  bool passed = false;
+  const Status s = event_passed(context->device(), event, &passed);
+  if (!s.ok()) failure->set(s);
+  return passed;
+}
+
 // A failed call counts as passed, too: nobody should wait for it.
 bool DeviceEnd::passed() const {
-  return impl->is_captured || cudaEventQuery(impl->event) != cudaErrorNotReady ||
-         impl->failure->failed.load();
+  return impl->is_captured || impl->failure->failed.load() || impl->ask() || impl->failure->failed.load();
 }
 
 Status DeviceEnd::failure() const { return impl->failure->get(); }
@@ -77,7 +84,7 @@ Status DeviceEnd::wait(double timeout_s, CallerHooks* hooks) const {
   if (impl->is_captured) return impl->failure->get();
   const double end_s = timeout_s < 0 ? INFINITY : monotonic_s() + timeout_s;
   double asked_s = monotonic_s();
-  for (int i = 0; cudaEventQuery(impl->event) == cudaErrorNotReady; i++) {
+  for (int i = 0; !impl->ask(); i++) {
     PYCOMM_RETURN_IF_ERROR(impl->failure->get());
     if (i < 50) {
       std::this_thread::yield();

@@ -139,6 +139,10 @@ Status DeviceEngine::create(const Node* process, int device, Link link, std::uni
   Impl& d = *made->impl_;
   d.link = std::move(link);
   d.device = device;
+  d.failure->tell = [&d](const Status& why) {
+    d.link.fail(why);
+    if (d.peers != nullptr) d.peers->abort(why.clone());
+  };
 
   Facts mine;
   mine.device = device;
@@ -196,6 +200,7 @@ DeviceEngine::~DeviceEngine() {
   const DeviceGuard guard(d.device);
   (void)cudaStreamSynchronize(d.stream());  // the watch ends what would not end
   d.end();
+  d.failure->forget_engine();
   d.peers.reset();
   if (d.comm.valid()) (void)d.comm.finalize({nccl::NcclComm::kAbortTimeout_s, {}});
 }

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -29,8 +30,11 @@
 
 namespace pycomm {
 
-// Why the communicator has failed on the device; ends of calls outlive the engine, and look here.
+// Why the communicator has failed on the device; ends of calls outlive the engine, and look here. The first
+// to find it calls `tell`, before anybody sees it: a rank that has seen it may leave, and then its peers
+// would know that only.
 struct DeviceFailure {
+  std::function<void(const Status&)> tell;  // the peers; none after the engine
   std::atomic<bool> failed{false};
   std::mutex mutex;
   Status why;
@@ -40,12 +44,16 @@ struct DeviceFailure {
     const std::lock_guard lock(mutex);
     return why.clone();
   }
-  bool set(const Status& s) {  // the first one stays
+  void set(const Status& s) {  // the first one stays
     const std::lock_guard lock(mutex);
-    if (failed.load(std::memory_order_relaxed)) return false;
+    if (failed.load(std::memory_order_relaxed)) return;
     why = s.clone();
+    if (tell) tell(why);
     failed.store(true, std::memory_order_release);
-    return true;
+  }
+  void forget_engine() {
+    const std::lock_guard lock(mutex);
+    tell = nullptr;
   }
 };
 
@@ -61,6 +69,7 @@ struct DeviceEnd::Impl {
   std::shared_ptr<DeviceFailure> failure;
   cuda::Event event = nullptr;
   bool is_captured = false;  // then the event is the graph's, and nobody can ask it
+  bool ask() const;          // whether the event has passed; an error of the device fails the communicator
 };
 
 struct DeviceEngine::Impl {
@@ -132,6 +141,7 @@ struct DeviceEngine::Impl {
   void watch_for(std::shared_ptr<DeviceEnd> end, double timeout_s, const Call& call);
   void watch();
   Status look();
+  Status late(const std::string& what) const;
   void fail(const Status& why);
   void end();
 };

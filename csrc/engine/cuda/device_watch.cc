@@ -16,7 +16,6 @@ constexpr auto kBetweenLooks = std::chrono::milliseconds(5);
 void DeviceEngine::Impl::watch_for(std::shared_ptr<DeviceEnd> end, double timeout_s, const Call& call) {
   {
     const std::lock_guard lock(watch_mutex);
-    while (!pending.empty() && pending.front().end->passed()) pending.pop_front();
     pending.push_back({std::move(end), monotonic_s() + timeout_s, call.sig.text()});
     if (!watcher.joinable()) watcher = std::thread([this] { watch(); });
   }
@@ -34,30 +33,34 @@ Status DeviceEngine::Impl::look() {
 }
 
 void DeviceEngine::Impl::watch() {
-  // Or it would spoil captures of other threads, which forbid that events are asked in this process.
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  const DeviceGuard guard(device);  // the thread's own
   std::unique_lock lock(watch_mutex);
   while (!stop) {
-    while (!pending.empty() && pending.front().end->passed()) pending.pop_front();
     if (pending.empty()) {
       watch_changed.wait(lock, [&] { return stop || !pending.empty(); });
       continue;
     }
-    Status s;
-    if (monotonic_s() > pending.front().until_s) {
-      s = Status::error(
-          Code::kTimeout,
-          format("%s on CUDA device %d: all ranks have made the call, and it has not ended in time on "
-                 "%s: its device, or one that it waits for, is stuck or very slow (other work on its "
-                 "stream?); see nvidia-smi and dmesg on the hosts",
-                 pending.front().what.c_str(), device, link.describe(link.rank).c_str()));
-    }
     lock.unlock();
-    if (s.ok()) s = look();
-    if (!s.ok()) fail(s);
+    Status s = look();
     lock.lock();
+    while (s.ok() && !pending.empty()) {  // others only add to them
+      const Pending front = pending.front();
+      lock.unlock();
+      const double asked_s = monotonic_s();
+      bool passed = front.end->impl->is_captured;
+      if (!passed) s = event_passed(device, front.end->impl->event, &passed);
+      lock.lock();
+      if (passed) {
+        pending.pop_front();
+      } else {
+        if (s.ok() && asked_s > front.until_s) s = late(front.what);
+        break;
+      }
+    }
     if (!s.ok()) {
+      lock.unlock();
+      fail(s);
+      lock.lock();
       pending.clear();
       continue;
     }
@@ -65,11 +68,18 @@ void DeviceEngine::Impl::watch() {
   }
 }
 
+Status DeviceEngine::Impl::late(const std::string& what) const {
+  return Status::error(
+      Code::kTimeout,
+      format("%s on CUDA device %d: all ranks have made the call, and it has not ended in time on %s: its "
+             "device, or one that it waits for, is stuck or very slow (other work on its stream?); see "
+             "nvidia-smi and dmesg on the hosts",
+             what.c_str(), device, link.describe(link.rank).c_str()));
+}
+
 // Ends what is under way; the communicator has failed. Twice does no harm.
 void DeviceEngine::Impl::fail(const Status& why) {
-  if (!failure->set(why)) return;
-  link.fail(why);
-  if (peers != nullptr) peers->abort(why.clone());
+  failure->set(why);
   // Whoever issues a call polls for trouble, and lets go.
   const std::lock_guard lock(context->issuing());
   if (!comm.valid()) return;
