@@ -120,8 +120,7 @@ Result exchange_colors(Core& parent, uint32_t number, int color, int key, Child*
 // ---- the library
 
 Result ncclGetVersion(int* version) {
-  const char* text = std::getenv("LOOPBACK_NCCL_VERSION");
-  *version = text != nullptr ? std::atoi(text) : 23203;
+  *version = loopback::version();
   return kSuccess;
 }
 
