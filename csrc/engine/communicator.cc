@@ -194,6 +194,15 @@ Status Communicator::execute(Request& request, CallerHooks* hooks) {
   return Status();
 }
 
+namespace {
+// The caller's stream waits for the call; also for what was issued of one that has failed.
+Status behind(const Request& request, Status s) {
+  if (request.end == nullptr) return s;
+  Status ordered = request.end->order(request.call.stream);
+  return s.ok() ? std::move(ordered) : std::move(s);
+}
+}  // namespace
+
 Status Communicator::run(Request& request, CallerHooks* hooks) {
   PYCOMM_RETURN_IF_ERROR(check_usable());
   if (request.call.device >= 0) PYCOMM_RETURN_IF_ERROR(take_turn(&request));
@@ -204,7 +213,7 @@ Status Communicator::run(Request& request, CallerHooks* hooks) {
       std::lock_guard lock(mutex_);
       cv_.notify_all();
     }
-    return s.ok() && request.end != nullptr ? request.end->order(request.call.stream) : std::move(s);
+    return behind(request, std::move(s));
   }
   // Behind what is queued. The request stays ours: we wait for its end before we return.
   auto work = std::make_shared<Work>();
@@ -215,8 +224,8 @@ Status Communicator::run(Request& request, CallerHooks* hooks) {
     abort("interrupted");
     const Status ignored = work->wait(-1, nullptr, &finished);  // the tensors must outlive the call
   }
-  if (s.ok() && (request.end = work->end()) != nullptr) return request.end->order(request.call.stream);
-  return s;
+  if (work->issued()) request.end = work->end();
+  return behind(request, std::move(s));
 }
 
 std::shared_ptr<Work> Communicator::start(std::unique_ptr<Request> request) {

@@ -17,6 +17,8 @@ namespace cuda_on_cpu {
 constexpr int kMultiprocessors = 4;
 constexpr int kResidentBlocks = 16 * kMultiprocessors;  // a resident launch of more is refused
 
+// The launch of a kernel that is n-th from now on, by whatever thread, is refused.
+void refuse_launch(int n);
 cudaError_t enqueue_grid(const LaunchShape& shape, bool resident, cudaStream_t stream,
                          std::shared_ptr<void> kernel, void (*call)(void*));
 
@@ -32,6 +34,7 @@ struct StreamTraits {
   bool is_blocking;  // by CUDA's rule: the legacy stream waits for it, and it for the legacy stream
 };
 StreamTraits traits_of(cudaStream_t stream);
+int n_kept();  // threads that wait for room on a stream
 // Waits until every stream of the current device is idle.
 void synchronize_device();
 

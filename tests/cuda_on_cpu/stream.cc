@@ -5,6 +5,7 @@
 // up to 200 microseconds before some of its tasks, so that work that only seems ordered is caught. Handles
 // are kept alive by the tasks that use them, so they may be destroyed at any time, as CUDA's. Whether a
 // stream is captured, and what that forbids, is asked first (graph.h).
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -19,6 +20,9 @@
 namespace cuda_on_cpu {
 namespace {
 
+constexpr size_t kMaxTasks = 1024;  // then the host is kept waiting, as by a GPU
+std::atomic<int> n_kept_hosts{0};
+
 class Stream {
  public:
   explicit Stream(StreamTraits traits) : traits_(traits), thread_([this] { work(); }) {}
@@ -32,7 +36,10 @@ class Stream {
   }
   void push(std::function<void()> task) {
     {
-      const std::lock_guard lock(mutex_);
+      std::unique_lock lock(mutex_);
+      n_kept_hosts++;
+      room_.wait(lock, [this] { return tasks_.size() < kMaxTasks; });
+      n_kept_hosts--;
       tasks_.push_back(std::move(task));
     }
     wake_.notify_one();
@@ -57,6 +64,7 @@ class Stream {
       if (tasks_.empty()) return;
       auto task = std::move(tasks_.front());
       tasks_.pop_front();
+      room_.notify_one();
       busy_ = true;
       lock.unlock();
       if (settings().seed != 0 && random.next() % 4 == 0) {
@@ -72,7 +80,7 @@ class Stream {
 
   const StreamTraits traits_;
   std::mutex mutex_;
-  std::condition_variable wake_, idle_;
+  std::condition_variable wake_, idle_, room_;
   std::deque<std::function<void()>> tasks_;
   bool busy_ = false, stop_ = false;
   std::thread thread_;  // last: it uses the others
@@ -147,6 +155,8 @@ cudaError_t enqueue(cudaStream_t stream, std::function<void()> task) {
   s->push(std::move(task));
   return cudaSuccess;
 }
+
+int n_kept() { return n_kept_hosts; }
 
 StreamTraits traits_of(cudaStream_t stream) { return find(stream)->traits(); }
 

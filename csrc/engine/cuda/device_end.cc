@@ -56,11 +56,13 @@ DeviceEnd::~DeviceEnd() {
 }
 
 Status DeviceEnd::order(void* stream) const {
-  PYCOMM_RETURN_IF_ERROR(impl->failure->get());
   const DeviceGuard guard(impl->context->device());
   PYCOMM_RETURN_IF_ERROR(guard.status());
-  return cuda_status(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), impl->event, 0),
-                     "cudaStreamWaitEvent on the caller's stream");
+  // Also of a failed call, which may still read and write its tensors.
+  Status ordered = cuda_status(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), impl->event, 0),
+                               "cudaStreamWaitEvent on the caller's stream");
+  PYCOMM_RETURN_IF_ERROR(impl->failure->get());
+  return ordered;
 }
 
 // The engine's watch finds the device's error as well, and ends what is under way.
@@ -74,6 +76,11 @@ bool DeviceEnd::Impl::ask() const {
 // A failed call counts as passed, too: nobody should wait for it.
 bool DeviceEnd::passed() const {
   return impl->is_captured || impl->failure->failed.load() || impl->ask() || impl->failure->failed.load();
+}
+
+bool DeviceEnd::over() const {
+  bool passed = impl->is_captured;
+  return passed || !event_passed(impl->context->device(), impl->event, &passed).ok() || passed;
 }
 
 Status DeviceEnd::failure() const { return impl->failure->get(); }

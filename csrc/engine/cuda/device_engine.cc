@@ -130,6 +130,7 @@ Status DeviceEngine::Impl::need_nccl(double timeout_s) {
   PYCOMM_RETURN_IF_ERROR(link.exchange(&id, sizeof id, ids.data()).within("the id of NCCL's communicator"));
   PYCOMM_RETURN_IF_ERROR(
       nccl::NcclComm::init(ids[0], link.n_ranks, link.rank, device, patience(timeout_s), &comm));
+  has_comm.store(true, std::memory_order_release);
   rounds = std::make_unique<cuda::NcclRounds>(comm, context->streams());
   return Status();
 }
@@ -220,9 +221,10 @@ Status DeviceEngine::allocate(size_t n_bytes, std::shared_ptr<void>* out) {
 }
 
 std::string DeviceEngine::describe() const {
-  const Impl& d = *impl_;
-  return format("CUDA device %d\npeers' memory: %s\nNCCL: %s", d.device,
-                d.peers != nullptr ? "yes" : d.why_no_peers.c_str(), d.nccl_text.c_str());
+  Impl& d = *impl_;
+  const std::lock_guard lock(d.left_mutex);
+  return format("CUDA device %d\npeers' memory: %s\nNCCL: %s%s", d.device,
+                d.peers != nullptr ? "yes" : d.why_no_peers.c_str(), d.nccl_text.c_str(), d.left.c_str());
 }
 
 }  // namespace pycomm

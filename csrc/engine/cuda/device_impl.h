@@ -84,7 +84,13 @@ struct DeviceEngine::Impl {
 
   bool has_nccl = false;  // on all ranks, and devices that it takes
   std::string why_no_nccl, nccl_text;
+  std::mutex left_mutex;
+  std::string left;  // what an abort of NCCL has left behind
+  // Whoever issues a call holds context->issuing() and then this. What ends calls takes this one only: the
+  // issuing thread may be kept by another communicator's, or in a launch, whose queue is full.
+  std::mutex comm_mutex;
   nccl::NcclComm comm;  // made by the first call that needs it
+  std::atomic<bool> has_comm{false};
   std::unique_ptr<cuda::NcclRounds> rounds;
   std::map<std::tuple<int, int, bool>, std::unique_ptr<cuda::RoundPlan>> plans;  // algorithm, root, in place
 
@@ -107,6 +113,8 @@ struct DeviceEngine::Impl {
   };
   Status can_be_captured(const Call& call);
   Status issue(const Call& call, double timeout_s);
+  Status issue_behind(const DeviceTurn& turn, const Call& call, double timeout_s);
+  Status mark_end(bool is_captured, bool is_whole, const Call& call, std::shared_ptr<DeviceEnd>* end);
   Status alone(const Call& call, const Plain& plain);
   Status by_way(const Call& call, const Plain& plain, std::byte* scratch, double timeout_s);
   bool needs_nccl(const Call& call) const;
@@ -143,6 +151,7 @@ struct DeviceEngine::Impl {
   Status look();
   Status late(const std::string& what) const;
   void fail(const Status& why);
+  void end_nccl();
   void end();
 };
 

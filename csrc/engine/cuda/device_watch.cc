@@ -11,7 +11,8 @@ namespace pycomm {
 
 namespace {
 constexpr auto kBetweenLooks = std::chrono::milliseconds(5);
-}
+constexpr double kLetGoS = 1;
+}  // namespace
 
 void DeviceEngine::Impl::watch_for(std::shared_ptr<DeviceEnd> end, double timeout_s, const Call& call) {
   {
@@ -22,14 +23,12 @@ void DeviceEngine::Impl::watch_for(std::shared_ptr<DeviceEnd> end, double timeou
   watch_changed.notify_one();
 }
 
-// Something that ends the calls under way, or OK.
+// Something that ends the calls under way, or OK. No call of CUDA: these may wait for the issuing thread.
 Status DeviceEngine::Impl::look() {
   if (peers != nullptr) PYCOMM_RETURN_IF_ERROR(peers->failure());
-  if (context->issuing().try_lock()) {  // whoever holds it makes calls of NCCL, and is told by them
-    const std::lock_guard lock(context->issuing(), std::adopt_lock);
-    if (comm.valid()) PYCOMM_RETURN_IF_ERROR(comm.async_error());
-  }
-  return link.trouble();
+  PYCOMM_RETURN_IF_ERROR(link.trouble());
+  const std::unique_lock lock(comm_mutex, std::try_to_lock);  // whoever holds it is told by NCCL
+  return lock.owns_lock() && comm.valid() ? comm.async_error() : Status();
 }
 
 void DeviceEngine::Impl::watch() {
@@ -80,12 +79,20 @@ Status DeviceEngine::Impl::late(const std::string& what) const {
 // Ends what is under way; the communicator has failed. Twice does no harm.
 void DeviceEngine::Impl::fail(const Status& why) {
   failure->set(why);
-  // Whoever issues a call polls for trouble, and lets go.
-  const std::lock_guard lock(context->issuing());
-  if (!comm.valid()) return;
+  end_nccl();
+}
+
+// The issuing thread polls for trouble, and lets go; but where a launch keeps it, only the abort frees it. It
+// then finds no communicator.
+void DeviceEngine::Impl::end_nccl() {
+  std::unique_lock lock(comm_mutex, std::defer_lock);
+  for (const double end_s = monotonic_s() + kLetGoS; !lock.try_lock() && monotonic_s() < end_s;)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  if (!has_comm.load(std::memory_order_acquire)) return;
   const DeviceGuard guard(device);
-  const Status left = comm.abort();
-  if (!left.ok()) nccl_text += "; " + left.message();
+  const Status aborted = comm.abort();
+  const std::lock_guard text_lock(left_mutex);
+  if (!aborted.ok()) left += "; " + aborted.message();
 }
 
 void DeviceEngine::Impl::end() {

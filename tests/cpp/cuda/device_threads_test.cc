@@ -1,10 +1,14 @@
 // Which thread asks a device for what: contexts are made on devices that are used only, events are asked for
 // without harm to captures, and an error of the device is nobody's success.
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
 #include <thread>
 
 #include "cuda/device_ranks.h"
-#include "grid.h"  // the shim's contexts and errors
+#include "cuda/nccl_ranks.h"  // ScopedEnv
+#include "grid.h"             // the shim's contexts and errors
 
 namespace pycomm {
 namespace {
@@ -92,6 +96,118 @@ TEST(DeviceThreads, AnErrorOfTheDeviceFailsTheCommunicator) {
               std::string::npos)
         << "rank " << self.rank << ": " << s.message();
   });
+}
+
+// What is put on the stream behind it waits until the test opens it.
+class Latch {
+ public:
+  void close(cudaStream_t stream) {
+    if (cudaLaunchHostFunc(
+            stream, [](void* self) { static_cast<Latch*>(self)->wait(); }, this) != cudaSuccess)
+      std::abort();
+  }
+  void open() {
+    {
+      const std::lock_guard lock(mutex_);
+      open_ = true;
+    }
+    changed_.notify_all();
+  }
+
+ private:
+  void wait() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return open_; });
+  }
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool open_ = false;
+};
+
+bool comes_true(const std::function<bool()>& what) {
+  const double end_s = monotonic_s() + 20;
+  while (!what() && monotonic_s() < end_s) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return what();
+}
+
+// The caller may free the tensors when its stream has passed the call, or the work is over.
+void expect_held_until(Latch& latch, const DeviceEnd& end, const char* why) {
+  cudaStream_t other = nullptr;
+  ASSERT_CUDA(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
+  const Status s = end.order(other);
+  EXPECT_NE(s.message().find(why), std::string::npos) << s.message();
+  EXPECT_TRUE(end.passed());
+  EXPECT_FALSE(end.over());
+  EXPECT_EQ(cudaStreamQuery(other), cudaErrorNotReady);
+  latch.open();
+  EXPECT_TRUE(comes_true([&] { return end.over(); }));
+  EXPECT_TRUE(comes_true([&] { return cudaStreamQuery(other) == cudaSuccess; }));
+  ASSERT_CUDA(cudaStreamDestroy(other));
+}
+
+TEST(DeviceThreads, AFailedCallHoldsItsTensorsUntilTheDeviceHasLetGo) {
+  run_device_ranks(1, [](DeviceRank& self) {
+    OnStream t(self.stream, Bytes(400));
+    std::shared_ptr<Work> work;
+    PYCOMM_ASSERT_OK(start(self, t, nullptr, &work));
+    Latch latch;
+    latch.close(self.stream);
+    PYCOMM_ASSERT_OK(start(self, t, nullptr, &work));
+    self.comm->abort("the test says so");
+    EXPECT_TRUE(work->done());
+    EXPECT_FALSE(work->over());
+    expect_held_until(latch, *work->end(), "the test says so");
+    EXPECT_TRUE(work->over());
+  });
+}
+
+TEST(DeviceThreads, ACallThatFailedHalfWayHasAnEnd) {
+  run_device_ranks(1, [](DeviceRank& self) {
+    OnStream a(self.stream, Bytes(400)), b(self.stream, Bytes(400));
+    std::shared_ptr<Work> work;
+    PYCOMM_ASSERT_OK(start(self, a, nullptr, &work));
+    Latch latch;
+    latch.close(self.stream);
+    Request r = self.request(CallKind::kAllReduce, DType::kFloat32, ReduceOp::kPremulSum, 200);
+    r.call.scalar = 2;
+    r.call.in = r.call.out = Buffer(std::vector<Segment>{{a.data(), 100}, {b.data(), 100}}, 4);
+    cuda_on_cpu::refuse_launch(2);  // packed, and not multiplied
+    const Status s = self.call(&r);
+    EXPECT_NE(s.message().find("cudaErrorInvalidConfiguration"), std::string::npos) << s.message();
+    ASSERT_NE(r.end, nullptr);
+    expect_held_until(latch, *r.end, "cudaErrorInvalidConfiguration");
+  });
+}
+
+// A launch keeps the issuing thread, since the stream is full of calls that wait for one that never ends.
+TEST(DeviceThreads, AbortFreesAnIssuerThatALaunchKeeps) {
+  const ScopedEnv fault("LOOPBACK_NCCL_FAULT", "stall=0:1");
+  for (const bool by_deadline : {false, true}) {
+    const double begin_s = monotonic_s();
+    run_device_ranks(
+        2,
+        [&](DeviceRank& self) {
+          OnStream t(self.stream, Bytes(400));
+          std::vector<std::shared_ptr<Work>> works;
+          for (int i = 0; i < 1200; i++) {
+            auto r = sum_of(self, t);
+            if (!self.comm->prepare(r.get(), "nccl").ok()) break;
+            works.push_back(self.comm->start(std::move(r)));
+          }
+          if (!by_deadline && self.rank == 0) {
+            EXPECT_TRUE(comes_true([] { return cuda_on_cpu::n_kept() > 0; }));
+            self.comm->abort("the test says so");
+          }
+          for (const auto& work : works) EXPECT_TRUE(comes_true([&] { return work->done(); }));
+          const Status s = works.back()->result();
+          ASSERT_FALSE(s.ok()) << "rank " << self.rank;
+          EXPECT_NE(s.message().find(by_deadline ? "has not ended in time" : "the test says so"),
+                    std::string::npos)
+              << s.message();
+        },
+        by_deadline ? 3 : kDeadlineS);
+    EXPECT_LT(monotonic_s() - begin_s, 25);
+  }
 }
 
 }  // namespace
