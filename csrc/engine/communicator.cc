@@ -173,8 +173,8 @@ Status Communicator::execute(Request& request, CallerHooks* hooks) {
   call.counts = request.counts;
   call.send_counts = request.send_counts;
   call.recv_counts = request.recv_counts;
-  if (call.device >= 0) return execute_on_device(request, hooks, timeout_s);
   try {
+    if (call.device >= 0) return execute_on_device(request, hooks, timeout_s);
     const auto run = [&] {
       return hierarchy_ != nullptr ? hierarchy_->run(call, hooks, timeout_s)
                                    : engine_->run(call, hooks, timeout_s);
@@ -189,6 +189,14 @@ Status Communicator::execute(Request& request, CallerHooks* hooks) {
     const Status failure = Status::error(
         Code::kSystem, format("rank %d ran out of memory in %s", rank(), call_kind_name(call.sig.kind)));
     group_->fail(failure);
+    if (device() != nullptr) device()->abort(failure);
+    return failure.clone();
+  } catch (const std::system_error& e) {  // of a thread that looks after calls on a device
+    const Status failure =
+        Status::error(Code::kSystem, format("rank %d cannot start a thread for %s on CUDA: %s", rank(),
+                                            call_kind_name(call.sig.kind), e.what()));
+    fail_and_tell(failure);
+    if (device() != nullptr) device()->abort(failure);
     return failure.clone();
   }
   return Status();

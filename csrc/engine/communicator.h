@@ -156,6 +156,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::deque<Job> queue_;
   bool stop_ = false;
   std::atomic<DeviceEngine*> device_now_{nullptr};
+  std::atomic<int> first_device_{-1};  // that of the first call on CUDA, which may still be queued
   DeviceTables device_tables_;
   std::unique_ptr<DeviceEngine> device_;
   CallerHooks* device_hooks_ = nullptr;  // of the call on CUDA that is being executed

@@ -2,7 +2,8 @@
 // its streams. As in CUDA, a device has its primary context from the first cudaSetDevice on, and a thread
 // that has set none gets that of device 0 by its first call that needs one. Environment, read once:
 // CUDA_ON_CPU_DEVICES (how many devices; 1), CUDA_ON_CPU_SEED (Settings); read each time:
-// CUDA_ON_CPU_PEER_ACCESS (0: no device reaches another).
+// CUDA_ON_CPU_PEER_ACCESS (0: no device reaches another), CUDA_ON_CPU_MIG (set: all devices are parts of one
+// GPU, with its PCI address).
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -89,6 +90,13 @@ int cuCtxSetCurrent(void* context) {
   return 0;
 }
 
+int cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
+  if (device < 0 || device >= n_devices()) return cudaErrorInvalidDevice;
+  std::memset(uuid, 0, 16);
+  uuid[0] = static_cast<unsigned char>(device + 1);
+  return 0;
+}
+
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attr, int device) {
   if (device < 0 || device >= n_devices()) return report(cudaErrorInvalidDevice);
   switch (attr) {
@@ -108,7 +116,8 @@ cudaError_t cudaDeviceCanAccessPeer(int* can_access, int device, int peer) {
 }
 cudaError_t cudaDeviceGetPCIBusId(char* text, int n_bytes, int device) {
   if (device < 0 || device >= n_devices()) return report(cudaErrorInvalidDevice);
-  if (std::snprintf(text, static_cast<size_t>(n_bytes), "0000:%02x:00.0", device + 1) >= n_bytes) {
+  const int bus = std::getenv("CUDA_ON_CPU_MIG") != nullptr ? 1 : device + 1;
+  if (std::snprintf(text, static_cast<size_t>(n_bytes), "0000:%02x:00.0", bus) >= n_bytes) {
     return report(cudaErrorInvalidValue);
   }
   return cudaSuccess;

@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 
 #include "engine/cuda/device_impl.h"
 #include "kernels/cuda/kernels.h"
@@ -46,7 +47,9 @@ struct Facts {
   int nccl_version = 0;  // 0: none
   bool good = false;
   bool shares_device = false;  // NCCL_MULTI_RANK_GPU_ENABLE is on
-  char pci[24] = {};
+  DeviceId id;
+  char boot_id[40] = {};  // of the machine's start: GPUs of copied virtual machines may be called alike
+  char pci[24] = {};      // for people, as is the host's name
   char host[40] = {};
   char why[160] = {};
 };
@@ -56,6 +59,8 @@ Status gather_facts(int device, Facts* mine) {
   PYCOMM_RETURN_IF_ERROR(guard.status());
   PYCOMM_RETURN_IF_ERROR(
       cuda_status(cudaDeviceGetPCIBusId(mine->pci, sizeof mine->pci, device), "cudaDeviceGetPCIBusId"));
+  PYCOMM_RETURN_IF_ERROR(device_id(device, &mine->id));
+  std::ifstream("/proc/sys/kernel/random/boot_id").read(mine->boot_id, sizeof mine->boot_id - 1);
   size_t n = 0;
   PYCOMM_RETURN_IF_ERROR(heap_bytes(&n));
   mine->heap_bytes = n;
@@ -174,8 +179,7 @@ Status DeviceEngine::create(const Node* process, int device, Link link, std::uni
     if (all[q].nccl_version == 0)
       d.why_no_nccl = format("NCCL is not usable on %s: %s", who.c_str(), all[q].why);
     for (size_t p = 0; p < q && d.why_no_nccl.empty(); p++) {
-      const bool same =
-          std::strcmp(all[p].pci, all[q].pci) == 0 && std::strcmp(all[p].host, all[q].host) == 0;
+      const bool same = all[p].id == all[q].id && std::strcmp(all[p].boot_id, all[q].boot_id) == 0;
       if (!same || (all[q].shares_device && all[p].shares_device)) continue;
       d.why_no_nccl = format(
           "ranks %zu and %zu are both on GPU %s of %s, and NCCL takes one rank a GPU (give "

@@ -92,6 +92,7 @@ struct DeviceEngine::Impl {
   nccl::NcclComm comm;  // made by the first call that needs it
   std::atomic<bool> has_comm{false};
   std::unique_ptr<cuda::NcclRounds> rounds;
+  std::mutex plans_mutex;  // ways() asks from any thread
   std::map<std::tuple<int, int, bool>, std::unique_ptr<cuda::RoundPlan>> plans;  // algorithm, root, in place
 
   // ---- device_engine.cc

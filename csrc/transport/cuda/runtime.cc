@@ -45,6 +45,15 @@ DeviceGuard::DeviceGuard(int device)
 
 DeviceGuard::~DeviceGuard() { set_current_context(before_); }
 
+Status device_id(int device, DeviceId* out) {
+  static auto* const get = driver_function<int(DeviceId*, int)>("cuDeviceGetUuid_v2");  // CUDA 11.4
+  const int error = get == nullptr ? -1 : get(out, device);
+  if (error == 0) return Status();
+  return Status::error(Code::kSystem, format("cuDeviceGetUuid_v2 of CUDA device %d: error %d (-1: the driver "
+                                             "is older than CUDA 11.4)",
+                                             device, error));
+}
+
 Status event_passed(int device, cudaEvent_t event, bool* passed) {
   *passed = false;
   const DeviceGuard guard(device);

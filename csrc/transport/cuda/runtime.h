@@ -31,6 +31,13 @@ class DeviceGuard {
   Status status_;
 };
 
+// Tells GPUs apart, and the parts of one that MIG has divided, over all machines.
+struct DeviceId {
+  unsigned char bytes[16] = {};
+  bool operator==(const DeviceId&) const = default;
+};
+Status device_id(int device, DeviceId* out);
+
 // Whether what the event was recorded behind has ended. Asked for so that it spoils no capture, of whatever
 // thread. Not kOk: the device has failed, and nothing on it will end any more.
 Status event_passed(int device, cudaEvent_t event, bool* passed);

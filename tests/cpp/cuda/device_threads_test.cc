@@ -55,6 +55,35 @@ TEST(DeviceThreads, MakeNoContextOnADeviceThatNobodyUses) {
   EXPECT_FALSE(cuda_on_cpu::has_context(0));
 }
 
+// While the first call on CUDA waits for its turn, it is that call's device already.
+TEST(DeviceThreads, TheFirstCallsDeviceIsKnownWhileItIsQueued) {
+  run_device_ranks(1, [](DeviceRank& self) {
+    OnStream t(self.stream, Bytes(400));
+    const auto first = sum_of(self, t);
+    auto second = sum_of(self, t);
+    second->call.device = 5;
+    PYCOMM_ASSERT_OK(self.comm->prepare(first.get(), nullptr));
+    PYCOMM_ASSERT_OK(self.comm->prepare(second.get(), nullptr));  // nobody has called so far
+    const auto work = self.comm->start(std::make_unique<Request>(*first));
+    const Status s = self.comm->run(*second, nullptr);
+    EXPECT_EQ(s.code(), Code::kValue) << s.message();
+    EXPECT_NE(s.message().find("first call on CUDA is on cuda:0"), std::string::npos) << s.message();
+    bool finished = false;
+    PYCOMM_ASSERT_OK(work->wait(-1, nullptr, &finished));
+    EXPECT_FALSE(self.comm->prepare(second.get(), nullptr).ok());
+  });
+}
+
+// Two parts of a GPU have its PCI address, and are two devices to NCCL.
+TEST(DeviceThreads, PartsOfOneGpuAreSeveralDevices) {
+  const ScopedEnv mig("CUDA_ON_CPU_MIG", "1");
+  run_device_ranks(2, [](DeviceRank& self) {
+    OnStream t(self.stream, Bytes(400));
+    std::shared_ptr<Work> work;
+    PYCOMM_ASSERT_OK(start(self, t, "nccl", &work));
+  });
+}
+
 // A thread that polls a work, or the watch, while another captures.
 TEST(DeviceThreads, AskWithoutHarmToACapture) {
   run_device_ranks(1, [](DeviceRank& self) {
