@@ -14,8 +14,8 @@
 
 namespace cuda_on_cpu {
 
-constexpr int kMultiprocessors = 4;
-constexpr int kResidentBlocks = 16 * kMultiprocessors;  // a resident launch of more is refused
+constexpr int kMultiprocessors = 16;
+constexpr int kResidentBlocks = 4 * kMultiprocessors;  // a resident launch of more is refused
 
 // The launch of a kernel that is n-th from now on, by whatever thread, is refused.
 void refuse_launch(int n);

@@ -263,7 +263,9 @@ cudaError_t cudaIpcOpenMemHandle(void** p, cudaIpcMemHandle_t handle, unsigned i
   std::snprintf(path, sizeof path, "/proc/%d/fd/%d", h.pid, h.fd);
   const int fd = open(path, O_RDWR | O_CLOEXEC);
   if (fd < 0) return report(cudaErrorMapBufferObjectFailed);
-  void* at = mmap(nullptr, h.n_mapped, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  const bool broken = std::getenv("CUDA_ON_CPU_PEER_BROKEN") != nullptr;
+  void* at = mmap(nullptr, h.n_mapped, PROT_READ | PROT_WRITE,
+                  broken ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, broken ? -1 : fd, 0);
   close(fd);
   if (at == MAP_FAILED) return report(cudaErrorMapBufferObjectFailed);
   Memory& m = memory();
