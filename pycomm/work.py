@@ -200,7 +200,8 @@ class Keeper:
         with self._lock:
             if len(self._works) >= self._next_sweep:
                 for kept in list(self._works):
-                    if kept.is_completed():  # also badly
+                    # After a failure the device may still use the tensors.
+                    if kept.is_completed() and kept._work.over():
                         self._works.discard(kept)
                 # With many pending, a sweep costs as much as it can free.
                 self._next_sweep = len(self._works) * 2 if len(self._works) > 64 else 0

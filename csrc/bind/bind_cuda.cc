@@ -22,6 +22,7 @@
 #if defined(PYCOMM_HAS_CUDA)
 #include "kernels/cuda/kernels.h"
 #include "transport/cuda/nccl.h"
+#include "transport/cuda/on_device.h"
 #endif
 
 namespace py = pybind11;

@@ -78,11 +78,12 @@ void set_device_selection(const PyCommunicator& self, int collective,
 // the calling thread waits for the device.
 bool wait_work(Work& self, double timeout_s, bool host) {
   GilHooks hooks;
-  bool finished;
+  bool finished = false;
   const double end_s = monotonic_s() + timeout_s;
   Status s = self.wait(timeout_s, &hooks, &finished);
-  const DeviceEnd* const end = s.ok() && finished ? self.end().get() : nullptr;
-  if (end != nullptr && (host || timeout_s >= 0)) {
+  const DeviceEnd* const end = self.issued() ? self.end().get() : nullptr;
+  if (!s.ok()) {  // told below
+  } else if (end != nullptr && (host || timeout_s >= 0)) {
     s = end->wait(timeout_s < 0 ? -1 : std::max(0.0, end_s - monotonic_s()), &hooks);
     if (s.code() == Code::kTimeout && timeout_s >= 0 && !end->passed()) {
       hooks.acquire();
@@ -92,10 +93,13 @@ bool wait_work(Work& self, double timeout_s, bool host) {
     s = end_on_host(*end, &hooks);
   }
   hooks.acquire();
-  void* stream = nullptr;
-  if (s.ok() && end != nullptr) s = current_stream(end->device(), &stream);
   if (s.code() == Code::kInterrupt && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  if (s.ok() && end != nullptr) s = end->order(stream);
+  if (end != nullptr) {  // also of a failed call, which may still use the tensors
+    void* stream = nullptr;
+    Status ordered = current_stream(end->device(), &stream);
+    if (ordered.ok()) ordered = end->order(stream);
+    if (s.ok()) s = std::move(ordered);
+  }
   throw_if_error(s);
   return finished;
 }
@@ -108,6 +112,7 @@ void add_work(py::module_& m) {
       .def_property_readonly("device",
                              [](const Work& w) { return w.end() == nullptr ? -1 : w.end()->device(); })
       .def("done", &Work::done)
+      .def("over", &Work::over)
       .def("announce", &Work::announce)
       .def("raise_if_failed", [](const Work& w) { throw_if_error(w.result()); })
       .def_readonly("source", &Work::source);

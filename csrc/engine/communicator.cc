@@ -176,8 +176,8 @@ Status Communicator::execute(Request& request, CallerHooks* hooks) {
   call.counts = request.counts;
   call.send_counts = request.send_counts;
   call.recv_counts = request.recv_counts;
-  if (call.device >= 0) return execute_on_device(request, hooks, timeout_s);
   try {
+    if (call.device >= 0) return execute_on_device(request, hooks, timeout_s);
     const auto run = [&] {
       return hierarchy_ != nullptr ? hierarchy_->run(call, hooks, timeout_s)
                                    : engine_->run(call, hooks, timeout_s);
@@ -192,10 +192,27 @@ Status Communicator::execute(Request& request, CallerHooks* hooks) {
     const Status failure = Status::error(
         Code::kSystem, format("rank %d ran out of memory in %s", rank(), call_kind_name(call.sig.kind)));
     group_->fail(failure);
+    if (device() != nullptr) device()->abort(failure);
+    return failure.clone();
+  } catch (const std::system_error& e) {  // of a thread that looks after calls on a device
+    const Status failure =
+        Status::error(Code::kSystem, format("rank %d cannot start a thread for %s on CUDA: %s", rank(),
+                                            call_kind_name(call.sig.kind), e.what()));
+    fail_and_tell(failure);
+    if (device() != nullptr) device()->abort(failure);
     return failure.clone();
   }
   return Status();
 }
+
+namespace {
+// The caller's stream waits for the call; also for what was issued of one that has failed.
+Status behind(const Request& request, Status s) {
+  if (request.end == nullptr) return s;
+  Status ordered = request.end->order(request.call.stream);
+  return s.ok() ? std::move(ordered) : std::move(s);
+}
+}  // namespace
 
 Status Communicator::run(Request& request, CallerHooks* hooks) {
   PYCOMM_RETURN_IF_ERROR(check_usable());
@@ -207,7 +224,7 @@ Status Communicator::run(Request& request, CallerHooks* hooks) {
       std::lock_guard lock(mutex_);
       cv_.notify_all();
     }
-    return s.ok() && request.end != nullptr ? request.end->order(request.call.stream) : std::move(s);
+    return behind(request, std::move(s));
   }
   // Behind what is queued. The request stays ours: we wait for its end before we return.
   auto work = std::make_shared<Work>();
@@ -218,8 +235,8 @@ Status Communicator::run(Request& request, CallerHooks* hooks) {
     abort("interrupted");
     const Status ignored = work->wait(-1, nullptr, &finished);  // the tensors must outlive the call
   }
-  if (s.ok() && (request.end = work->end()) != nullptr) return request.end->order(request.call.stream);
-  return s;
+  if (work->issued()) request.end = work->end();
+  return behind(request, std::move(s));
 }
 
 std::shared_ptr<Work> Communicator::start(std::unique_ptr<Request> request) {

@@ -157,6 +157,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool stop_ = false;
   std::atomic<DeviceEngine*> device_now_{nullptr};
   mutable std::mutex device_mutex_;  // of whoever asks it why calls have failed, against close()
+  std::atomic<int> first_device_{-1};  // that of the first call on CUDA, which may still be queued
   DeviceTables device_tables_;
   std::unique_ptr<DeviceEngine> device_;
   bool was_shrunk_ = false;                          // it came of another one's shrink()

@@ -13,13 +13,13 @@ Status Communicator::prepare_on_device(Request* request, const char* algorithm) 
     return Status::error(Code::kValue, format("%s: %s", call_kind_name(sig.kind), why.c_str()));
   };
   if (const char* why = DeviceEngine::why_not_built()) return refuse(why);
-  const DeviceEngine* const known = device();
-  if (known != nullptr && known->device() != call.device) {
+  const int known = first_device_.load();
+  if (known >= 0 && known != call.device) {
     return refuse(
         format("the tensors are on cuda:%d, and this communicator's calls on CUDA are on cuda:%d; a "
                "communicator has one device on each rank, that of its first call on CUDA (split() "
                "makes another one)",
-               call.device, known->device()));
+               call.device, known));
   }
   sig.on_device = true;
   sig.deterministic = request->deterministic;
@@ -42,8 +42,16 @@ Status Communicator::prepare_on_device(Request* request, const char* algorithm) 
 
 // From here on calls that are made later, over any communicator of this process and device, come after.
 Status Communicator::take_turn(Request* request) {
-  Status s =
-      DeviceTurn::take(group_->node().get(), request->call.device, request->call.stream, &request->turn);
+  int first = -1;
+  Status s;
+  if (!first_device_.compare_exchange_strong(first, request->call.device) && first != request->call.device) {
+    s = Status::error(Code::kValue,
+                      format("%s: the tensors are on cuda:%d, and this communicator's first call "
+                             "on CUDA is on cuda:%d; a communicator has one device on each rank",
+                             call_kind_name(request->call.sig.kind), request->call.device, first));
+  } else {
+    s = DeviceTurn::take(group_->node().get(), request->call.device, request->call.stream, &request->turn);
+  }
   if (s.ok()) {
     request->call.sig.captured = request->turn->is_captured();
     return s;

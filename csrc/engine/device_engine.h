@@ -58,9 +58,11 @@ class DeviceTurn {
 class DeviceEnd {
  public:
   ~DeviceEnd();
-  // What is put on the stream from now on begins after the call.
+  // What is put on the stream from now on begins after the call; also where this tells that it has failed.
   Status order(void* stream) const;
-  bool passed() const;
+  bool passed() const;  // or failed
+  // The device does not use the tensors any more, which may be later than a failure.
+  bool over() const;
   Status failure() const;  // why the communicator has failed on the device, if it has
   int device() const;
   // Blocks the calling thread; kTimeout after timeout_s (negative: the call's own limit decides).
@@ -120,6 +122,7 @@ class DeviceEngine {
   // kValue, the same on all ranks that agreed on the call, when nothing can run it: nothing was launched.
   Status choose(const DeviceTables& tables, Call* call) const;
   // Issues it. A failure has failed the communicator, but where the call was to be captured: kValue then.
+  // *end is there after a failure, too, where something had been issued.
   Status run(const Call& call, const DeviceTurn& turn, double timeout_s, std::shared_ptr<DeviceEnd>* end);
   // Ends what is under way.
   void abort(const Status& why);

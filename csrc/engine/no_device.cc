@@ -28,6 +28,7 @@ DeviceTurn::~DeviceTurn() = default;
 DeviceEnd::~DeviceEnd() = default;
 Status DeviceEnd::order(void*) const { return no(); }
 bool DeviceEnd::passed() const { return true; }
+bool DeviceEnd::over() const { return true; }
 Status DeviceEnd::failure() const { return no(); }
 int DeviceEnd::device() const { return -1; }
 Status DeviceEnd::wait(double, CallerHooks*) const { return no(); }

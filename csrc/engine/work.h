@@ -40,6 +40,8 @@ class Work {
   void finish(Status status);
   // A call on device tensors is done when the device has passed it; wait() waits until it is issued only.
   bool done() const { return issued() && (end_ == nullptr || end_->passed()); }
+  // Nobody uses the tensors any more; after a failure the device may, for a while.
+  bool over() const { return issued() && (end_ == nullptr || end_->over()); }
   bool issued() const { return done_.load(std::memory_order_acquire); }
   void set_end(std::shared_ptr<DeviceEnd> end) { end_ = std::move(end); }  // before finish()
   const std::shared_ptr<DeviceEnd>& end() const { return end_; }           // null before it is issued

@@ -306,6 +306,7 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   if (*mode < cudaStreamCaptureModeGlobal || *mode > cudaStreamCaptureModeRelaxed) {
     return report(cudaErrorInvalidValue);
   }
+  need_context();
   std::swap(*mode, mode_of_thread);
   return cudaSuccess;
 }

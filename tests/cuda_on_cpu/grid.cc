@@ -95,6 +95,11 @@ void run_grid(const LaunchShape& shape, bool resident, Body body) {
 #endif
 }
 
+namespace {
+std::atomic<int> n_until_refused{0};
+}
+void refuse_launch(int n) { n_until_refused = n; }
+
 cudaError_t enqueue_grid(const LaunchShape& shape, bool resident, cudaStream_t stream,
                          std::shared_ptr<void> kernel, void (*call)(void*)) {
   const size_t n_threads = size_t{shape.block.x} * shape.block.y * shape.block.z;
@@ -103,6 +108,7 @@ cudaError_t enqueue_grid(const LaunchShape& shape, bool resident, cudaStream_t s
       shape.grid.z > 65535 || n_blocks > 0x7fffffff || shape.n_dynamic_bytes > 227 * 1024) {
     return report(cudaErrorInvalidConfiguration);
   }
+  if (n_until_refused.fetch_sub(1) == 1) return report(cudaErrorInvalidConfiguration);
   if (resident && n_blocks > kResidentBlocks) return report(cudaErrorCooperativeLaunchTooLarge);
   return report(enqueue(stream, [=] { run_grid(shape, resident, {call, kernel.get()}); }));
 }

@@ -14,9 +14,11 @@
 
 namespace cuda_on_cpu {
 
-constexpr int kMultiprocessors = 4;
-constexpr int kResidentBlocks = 16 * kMultiprocessors;  // a resident launch of more is refused
+constexpr int kMultiprocessors = 16;
+constexpr int kResidentBlocks = 4 * kMultiprocessors;  // a resident launch of more is refused
 
+// The launch of a kernel that is n-th from now on, by whatever thread, is refused.
+void refuse_launch(int n);
 cudaError_t enqueue_grid(const LaunchShape& shape, bool resident, cudaStream_t stream,
                          std::shared_ptr<void> kernel, void (*call)(void*));
 
@@ -32,12 +34,22 @@ struct StreamTraits {
   bool is_blocking;  // by CUDA's rule: the legacy stream waits for it, and it for the legacy stream
 };
 StreamTraits traits_of(cudaStream_t stream);
+int n_kept();  // threads that wait for room on a stream
 // Waits until every stream of the current device is idle.
 void synchronize_device();
 
 int current_device();
 int bus_of(int device);  // a number that no other device of the machine has
 bool devices_reach_each_other();
+// By a call that needs a context: the current device's, where the thread has none.
+void need_context();
+// Whether the device's primary context has been made, by whatever thread, since forget_context().
+bool has_context(int device);
+void forget_context(int device);
+// As after a fault of a kernel: every question for an event of the device is answered with that error. What
+// is on its streams goes on, unlike there.
+void break_device(int device, cudaError_t error);
+cudaError_t device_error(int device);
 // Remembers the error for cudaGetLastError and returns it.
 cudaError_t report(cudaError_t error);
 

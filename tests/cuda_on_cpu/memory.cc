@@ -131,6 +131,7 @@ cudaError_t free_allocation(void* p, Kind kind) {
 
 cudaError_t allocate(void** p, size_t n_bytes, Kind kind) {
   *p = nullptr;
+  need_context();
   const cudaError_t refused = check_unsafe_call();
   if (refused != cudaSuccess) return report(refused);
   const size_t n_mapped = (n_bytes + kGuardBytes + kPageBytes - 1) / kPageBytes * kPageBytes;
@@ -180,6 +181,7 @@ cudaError_t cudaMallocHost(void** p, size_t n_bytes) { return allocate(p, n_byte
 cudaError_t cudaFreeHost(void* p) { return free_allocation(p, Kind::kHost); }
 
 cudaError_t cudaHostRegister(void* p, size_t n_bytes, unsigned int) {
+  need_context();
   const cudaError_t refused = check_unsafe_call();
   if (refused != cudaSuccess) return report(refused);
   Memory& m = memory();
@@ -250,6 +252,7 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* p) {
 }
 
 cudaError_t cudaIpcOpenMemHandle(void** p, cudaIpcMemHandle_t handle, unsigned int) {
+  need_context();
   const cudaError_t refused = check_unsafe_call();
   if (refused != cudaSuccess) return report(refused);
   Handle h;
@@ -263,7 +266,9 @@ cudaError_t cudaIpcOpenMemHandle(void** p, cudaIpcMemHandle_t handle, unsigned i
   std::snprintf(path, sizeof path, "/proc/%d/fd/%d", h.pid, h.fd);
   const int fd = open(path, O_RDWR | O_CLOEXEC);
   if (fd < 0) return report(cudaErrorMapBufferObjectFailed);
-  void* at = mmap(nullptr, h.n_mapped, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  const bool broken = std::getenv("CUDA_ON_CPU_PEER_BROKEN") != nullptr;
+  void* at = mmap(nullptr, h.n_mapped, PROT_READ | PROT_WRITE,
+                  broken ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, broken ? -1 : fd, 0);
   close(fd);
   if (at == MAP_FAILED) return report(cudaErrorMapBufferObjectFailed);
   Memory& m = memory();

@@ -5,6 +5,7 @@
 // up to 200 microseconds before some of its tasks, so that work that only seems ordered is caught. Handles
 // are kept alive by the tasks that use them, so they may be destroyed at any time, as CUDA's. Whether a
 // stream is captured, and what that forbids, is asked first (graph.h).
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -19,6 +20,9 @@
 namespace cuda_on_cpu {
 namespace {
 
+constexpr size_t kMaxTasks = 1024;  // then the host is kept waiting, as by a GPU
+std::atomic<int> n_kept_hosts{0};
+
 class Stream {
  public:
   explicit Stream(StreamTraits traits) : traits_(traits), thread_([this] { work(); }) {}
@@ -32,7 +36,10 @@ class Stream {
   }
   void push(std::function<void()> task) {
     {
-      const std::lock_guard lock(mutex_);
+      std::unique_lock lock(mutex_);
+      n_kept_hosts++;
+      room_.wait(lock, [this] { return tasks_.size() < kMaxTasks; });
+      n_kept_hosts--;
       tasks_.push_back(std::move(task));
     }
     wake_.notify_one();
@@ -57,6 +64,7 @@ class Stream {
       if (tasks_.empty()) return;
       auto task = std::move(tasks_.front());
       tasks_.pop_front();
+      room_.notify_one();
       busy_ = true;
       lock.unlock();
       if (settings().seed != 0 && random.next() % 4 == 0) {
@@ -72,7 +80,7 @@ class Stream {
 
   const StreamTraits traits_;
   std::mutex mutex_;
-  std::condition_variable wake_, idle_;
+  std::condition_variable wake_, idle_, room_;
   std::deque<std::function<void()>> tasks_;
   bool busy_ = false, stop_ = false;
   std::thread thread_;  // last: it uses the others
@@ -117,6 +125,7 @@ Handles& handles() {
 }
 
 std::shared_ptr<Stream> find(cudaStream_t stream) {
+  need_context();
   Handles& h = handles();
   const std::lock_guard lock(h.mutex);
   if (stream == nullptr) {
@@ -130,6 +139,7 @@ std::shared_ptr<Stream> find(cudaStream_t stream) {
 }
 
 std::shared_ptr<Event> find(cudaEvent_t event) {
+  need_context();
   Handles& h = handles();
   const std::lock_guard lock(h.mutex);
   const auto it = h.events.find(event);
@@ -146,9 +156,12 @@ cudaError_t enqueue(cudaStream_t stream, std::function<void()> task) {
   return cudaSuccess;
 }
 
+int n_kept() { return n_kept_hosts; }
+
 StreamTraits traits_of(cudaStream_t stream) { return find(stream)->traits(); }
 
 void synchronize_device() {
+  need_context();
   std::set<std::shared_ptr<Stream>> mine;
   {
     Handles& h = handles();
@@ -178,6 +191,7 @@ cudaError_t cudaDeviceSynchronize(void) {
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int flags, int) {
   if (flags > cudaStreamNonBlocking) return report(cudaErrorInvalidValue);
+  need_context();
   auto made = std::make_shared<Stream>(StreamTraits{current_device(), (flags & cudaStreamNonBlocking) == 0});
   Handles& h = handles();
   const std::lock_guard lock(h.mutex);
@@ -210,7 +224,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   const auto s = find(stream);
   const cudaError_t refused = check_host_sees(stream);
   if (refused != cudaSuccess) return report(refused);
-  return s->is_idle() ? cudaSuccess : cudaErrorNotReady;
+  return report(s->is_idle() ? cudaSuccess : cudaErrorNotReady);
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t fn, void* user_data) {
@@ -218,6 +232,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t fn, void* user_
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
+  need_context();
   auto made = std::make_shared<Event>();
   Handles& h = handles();
   const std::lock_guard lock(h.mutex);
@@ -281,8 +296,10 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   const auto e = find(event);
   const cudaError_t refused = check_host_sees(event);
   if (refused != cudaSuccess) return report(refused);
+  const cudaError_t broken = device_error(current_device());
+  if (broken != cudaSuccess) return report(broken);
   const std::lock_guard lock(e->mutex);
-  return e->n_reached >= e->n_recorded ? cudaSuccess : cudaErrorNotReady;
+  return report(e->n_reached >= e->n_recorded ? cudaSuccess : cudaErrorNotReady);
 }
 
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {

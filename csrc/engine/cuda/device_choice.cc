@@ -109,6 +109,7 @@ Status DeviceTables::set(Collective collective, std::vector<Row> rows) {
 
 Status DeviceEngine::Impl::plan_of(const Call& call, uint8_t algorithm, bool in_place,
                                    const cuda::RoundPlan** out) {
+  const std::lock_guard lock(plans_mutex);
   auto& slot = plans[{algorithm, call.sig.root, in_place}];
   if (slot == nullptr) {
     auto made = std::make_unique<cuda::RoundPlan>();

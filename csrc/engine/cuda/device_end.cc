@@ -48,17 +48,31 @@ DeviceTurn::~DeviceTurn() {
 DeviceEnd::~DeviceEnd() = default;
 
 Status DeviceEnd::order(void* stream) const {
-  PYCOMM_RETURN_IF_ERROR(impl->failure->get());
   const DeviceGuard guard(impl->context->device());
   PYCOMM_RETURN_IF_ERROR(guard.status());
-  return cuda_status(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), impl->event->get(), 0),
-                     "cudaStreamWaitEvent on the caller's stream");
+  // Also of a failed call, which may still read and write its tensors.
+  Status ordered = cuda_status(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), impl->event->get(), 0),
+                               "cudaStreamWaitEvent on the caller's stream");
+  PYCOMM_RETURN_IF_ERROR(impl->failure->get());
+  return ordered;
+}
+
+// The engine's watch finds the device's error as well, and ends what is under way.
+bool DeviceEnd::Impl::ask() const {
+  bool passed = false;
+  const Status s = event_passed(context->device(), event->get(), &passed);
+  if (!s.ok()) failure->set(s);
+  return passed;
 }
 
 // A failed call counts as passed, too: nobody should wait for it.
 bool DeviceEnd::passed() const {
-  return impl->is_captured || cudaEventQuery(impl->event->get()) != cudaErrorNotReady ||
-         impl->failure->failed.load();
+  return impl->is_captured || impl->failure->failed.load() || impl->ask() || impl->failure->failed.load();
+}
+
+bool DeviceEnd::over() const {
+  bool passed = impl->is_captured;
+  return passed || !event_passed(impl->context->device(), impl->event->get(), &passed).ok() || passed;
 }
 
 Status DeviceEnd::failure() const { return impl->failure->get(); }
@@ -69,7 +83,7 @@ Status DeviceEnd::wait(double timeout_s, CallerHooks* hooks) const {
   if (impl->is_captured) return impl->failure->get();
   const double end_s = timeout_s < 0 ? INFINITY : monotonic_s() + timeout_s;
   double asked_s = monotonic_s();
-  for (int i = 0; cudaEventQuery(impl->event->get()) == cudaErrorNotReady; i++) {
+  for (int i = 0; !impl->ask(); i++) {
     PYCOMM_RETURN_IF_ERROR(impl->failure->get());
     if (i < 50) {
       std::this_thread::yield();

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <utility>
 
 #include "base/log.h"
@@ -49,7 +50,9 @@ struct Facts {
   int nccl_version = 0;  // 0: none
   bool good = false;
   bool shares_device = false;  // NCCL_MULTI_RANK_GPU_ENABLE is on
-  char pci[24] = {};
+  DeviceId id;
+  char boot_id[40] = {};  // of the machine's start: GPUs of copied virtual machines may be called alike
+  char pci[24] = {};      // for people, as is the host's name
   char host[40] = {};
   char why[1000] = {};  // with the remedy, which comes last
 };
@@ -59,6 +62,8 @@ Status gather_facts(int device, Facts* mine) {
   PYCOMM_RETURN_IF_ERROR(guard.status());
   PYCOMM_RETURN_IF_ERROR(
       cuda_status(cudaDeviceGetPCIBusId(mine->pci, sizeof mine->pci, device), "cudaDeviceGetPCIBusId"));
+  PYCOMM_RETURN_IF_ERROR(device_id(device, &mine->id));
+  std::ifstream("/proc/sys/kernel/random/boot_id").read(mine->boot_id, sizeof mine->boot_id - 1);
   size_t n = 0;
   PYCOMM_RETURN_IF_ERROR(heap_bytes(&n));
   mine->heap_bytes = n;
@@ -163,7 +168,8 @@ Status DeviceEngine::Impl::inherit_nccl(double timeout_s) {
   PYCOMM_RETURN_IF_ERROR(all_good(std::move(mine)));
   if (made.rank() != link.rank) return Status::error(Code::kSystem, "NCCL has numbered the ranks otherwise");
   comm = std::move(made);
-  nccl_text += "; by ncclCommShrink";
+  const std::lock_guard lock(history_mutex);
+  history += "; by ncclCommShrink";
   return Status();
 }
 
@@ -177,6 +183,7 @@ Status DeviceEngine::Impl::need_nccl(double timeout_s) {
                                        s.message().c_str()));
   }
   if (!comm.valid()) PYCOMM_RETURN_IF_ERROR(make_nccl(timeout_s));
+  has_comm.store(true, std::memory_order_release);
   rounds = std::make_unique<cuda::NcclRounds>(comm, context->streams());
   return Status();
 }
@@ -186,6 +193,10 @@ Status DeviceEngine::create(const Node* process, int device, Link link, std::uni
   Impl& d = *made->impl_;
   d.link = std::move(link);
   d.device = device;
+  d.failure->tell = [&d](const Status& why) {
+    d.link.fail(why);
+    if (d.peers != nullptr) d.peers->abort(why.clone());
+  };
 
   Facts mine;
   mine.device = device;
@@ -216,8 +227,7 @@ Status DeviceEngine::create(const Node* process, int device, Link link, std::uni
     if (all[q].nccl_version == 0)
       d.why_no_nccl = format("NCCL is not usable on %s: %s", who.c_str(), all[q].why);
     for (size_t p = 0; p < q && d.why_no_nccl.empty(); p++) {
-      const bool same =
-          std::strcmp(all[p].pci, all[q].pci) == 0 && std::strcmp(all[p].host, all[q].host) == 0;
+      const bool same = all[p].id == all[q].id && std::strcmp(all[p].boot_id, all[q].boot_id) == 0;
       if (!same || (all[q].shares_device && all[p].shares_device)) continue;
       d.why_no_nccl = format(
           "ranks %zu and %zu are both on GPU %s of %s, and NCCL takes one rank a GPU (give "
@@ -244,6 +254,7 @@ DeviceEngine::~DeviceEngine() {
   const bool has_ended = d.await_end();  // the watch ends what would not end
   d.end();
   if (Status s = failure(); !s.ok()) d.fail(s);  // of a replay: the others shall know
+  d.failure->forget_engine();
   if (!has_ended) {
     d.keep();
     return;
@@ -258,11 +269,11 @@ void DeviceEngine::abort(const Status& why) { impl_->fail(why); }
 
 std::shared_ptr<DeviceHeritage> DeviceEngine::bequeath(std::vector<int> excluded) {
   Impl& d = *impl_;
-  const std::lock_guard lock(d.context->issuing());
-  const DeviceGuard guard(d.device);
   d.end_nccl();
+  const std::lock_guard lock(d.comm_mutex);
   if (!d.comm_is_revoked || d.failure->get().ok()) return nullptr;
   d.comm_is_revoked = false;
+  d.has_comm = false;
   return std::make_shared<DeviceHeritage>(DeviceHeritage{std::move(d.comm), std::move(excluded)});
 }
 
@@ -286,11 +297,13 @@ Status DeviceEngine::allocate(size_t n_bytes, std::shared_ptr<void>* out) {
 }
 
 std::string DeviceEngine::describe() const {
-  const Impl& d = *impl_;
+  Impl& d = *impl_;
   const char* const peers = d.peers == nullptr   ? d.why_no_peers.c_str()
                             : !d.peers->pushes() ? "yes"
                                                  : "yes, written to and not read, since PCIe is between GPUs";
-  return format("CUDA device %d\npeers' memory: %s\nNCCL: %s", d.device, peers, d.nccl_text.c_str());
+  const std::lock_guard lock(d.history_mutex);
+  return format("CUDA device %d\npeers' memory: %s\nNCCL: %s%s", d.device, peers, d.nccl_text.c_str(),
+                d.history.c_str());
 }
 
 }  // namespace pycomm

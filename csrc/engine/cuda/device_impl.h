@@ -13,6 +13,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -30,8 +31,11 @@
 
 namespace pycomm {
 
-// Why the communicator has failed on the device; ends of calls outlive the engine, and look here.
+// Why the communicator has failed on the device; ends of calls outlive the engine, and look here. The first
+// to find it calls `tell`, before anybody sees it: a rank that has seen it may leave, and then its peers
+// would know that only.
 struct DeviceFailure {
+  std::function<void(const Status&)> tell;  // the peers; none after the engine
   std::atomic<bool> failed{false};
   std::atomic<double> at_s{0};
   std::mutex mutex;
@@ -42,13 +46,17 @@ struct DeviceFailure {
     const std::lock_guard lock(mutex);
     return why.clone();
   }
-  bool set(const Status& s) {  // the first one stays
+  void set(const Status& s) {  // the first one stays
     const std::lock_guard lock(mutex);
-    if (failed.load(std::memory_order_relaxed)) return false;
+    if (failed.load(std::memory_order_relaxed)) return;
     why = s.clone();
+    if (tell) tell(why);
     at_s.store(monotonic_s());
     failed.store(true, std::memory_order_release);
-    return true;
+  }
+  void forget_engine() {
+    const std::lock_guard lock(mutex);
+    tell = nullptr;
   }
 };
 
@@ -64,6 +72,7 @@ struct DeviceEnd::Impl {
   std::shared_ptr<DeviceFailure> failure;
   std::shared_ptr<cuda::HeldEvent> event;
   bool is_captured = false;  // then the event is the graph's, and nobody can ask it
+  bool ask() const;          // whether the event has passed; an error of the device fails the communicator
 };
 
 // NCCL's communicator, with nothing under way on it.
@@ -84,9 +93,16 @@ struct DeviceEngine::Impl {
 
   bool has_nccl = false;  // on all ranks, and devices that it takes
   std::string why_no_nccl, nccl_text;
+  std::mutex history_mutex;
+  std::string history;  // how NCCL's communicator was made where not anew, and what its abort has left behind
+  // Whoever issues a call holds context->issuing() and then this. What ends calls takes this one only: the
+  // issuing thread may be kept by another communicator's, or in a launch, whose queue is full.
+  std::mutex comm_mutex;
   nccl::NcclComm comm;  // made by the first call that needs it
-  bool comm_is_revoked = false;
+  std::atomic<bool> comm_is_revoked{false};
+  std::atomic<bool> has_comm{false};
   std::unique_ptr<cuda::NcclRounds> rounds;
+  std::mutex plans_mutex;  // ways() asks from any thread
   std::map<std::tuple<int, int, bool>, std::unique_ptr<cuda::RoundPlan>> plans;  // algorithm, root, in place
 
   // ---- device_engine.cc
@@ -113,6 +129,8 @@ struct DeviceEngine::Impl {
   Status can_be_captured(const Call& call);
   Status agree_to_capture(const Call& call);
   Status issue(const Call& call, double timeout_s);
+  Status issue_behind(const DeviceTurn& turn, const Call& call, double timeout_s);
+  Status mark_end(bool is_captured, bool is_whole, const Call& call, std::shared_ptr<DeviceEnd>* end);
   Status alone(const Call& call, const Plain& plain);
   Status by_way(const Call& call, const Plain& plain, std::byte* scratch, double timeout_s);
   bool needs_nccl(const Call& call) const;
@@ -156,7 +174,7 @@ struct DeviceEngine::Impl {
   void watch_replays();
   void begin_watch();
   void watch();
-  void note_passed();
+  Status note_passed(std::unique_lock<std::mutex>& lock);
   Status overdue();
   Status look();
   void fail(const Status& why);

@@ -257,6 +257,30 @@ Status DeviceEngine::Impl::issue(const Call& call, double timeout_s) {
   return pack_out ? spread_pieces(plain.out, call.out, call.sig.dtype) : Status();
 }
 
+Status DeviceEngine::Impl::issue_behind(const DeviceTurn& turn, const Call& call, double timeout_s) {
+  PYCOMM_RETURN_IF_ERROR(
+      cuda_status(cudaStreamWaitEvent(stream(), turn.impl->ready->get(), 0), "cudaStreamWaitEvent"));
+  PYCOMM_RETURN_IF_ERROR(context->streams().begin_operation(call_kind_name(call.sig.kind)));
+  return issue(call, timeout_s);
+}
+
+// Behind all that has been issued of the call. Where that is not all of it, it still reads and writes the
+// tensors until it has ended.
+Status DeviceEngine::Impl::mark_end(bool is_captured, bool is_whole, const Call& call,
+                                    std::shared_ptr<DeviceEnd>* end) {
+  cuda::DeviceStreams& streams = context->streams();
+  if (!is_whole) PYCOMM_RETURN_IF_ERROR(streams.order(streams.reduce(), streams.comm(), 0));
+  PYCOMM_RETURN_IF_ERROR(streams.end_operation(call_kind_name(call.sig.kind)));
+  std::shared_ptr<cuda::HeldEvent> event;
+  PYCOMM_RETURN_IF_ERROR(cuda::HeldEvent::take(context, &event));
+  auto made = std::make_shared<DeviceEnd>();
+  PYCOMM_RETURN_IF_ERROR(cuda_status(cudaEventRecord(event->get(), stream()), "cudaEventRecord"));
+  made->impl =
+      std::make_unique<DeviceEnd::Impl>(DeviceEnd::Impl{context, failure, std::move(event), is_captured});
+  *end = std::move(made);
+  return Status();
+}
+
 Status DeviceEngine::run(const Call& call, const DeviceTurn& turn, double timeout_s,
                          std::shared_ptr<DeviceEnd>* end) {
   Impl& d = *impl_;
@@ -269,21 +293,14 @@ Status DeviceEngine::run(const Call& call, const DeviceTurn& turn, double timeou
   if (d.peers != nullptr) d.peers->allow(timeout_s);
   const auto issue = [&]() -> Status {
     const std::lock_guard lock(d.context->issuing());
+    const std::lock_guard own(d.comm_mutex);
+    PYCOMM_RETURN_IF_ERROR(d.failure->get());  // another call's, meanwhile
     const DeviceGuard guard(d.device);
     PYCOMM_RETURN_IF_ERROR(guard.status());
-    PYCOMM_RETURN_IF_ERROR(
-        cuda_status(cudaStreamWaitEvent(d.stream(), turn.impl->ready->get(), 0), "cudaStreamWaitEvent"));
-    PYCOMM_RETURN_IF_ERROR(d.context->streams().begin_operation(call_kind_name(call.sig.kind)));
-    PYCOMM_RETURN_IF_ERROR(d.issue(call, timeout_s));
-    PYCOMM_RETURN_IF_ERROR(d.context->streams().end_operation(call_kind_name(call.sig.kind)));
-    std::shared_ptr<cuda::HeldEvent> event;
-    PYCOMM_RETURN_IF_ERROR(cuda::HeldEvent::take(d.context, &event));
-    PYCOMM_RETURN_IF_ERROR(cuda_status(cudaEventRecord(event->get(), d.stream()), "cudaEventRecord"));
-    auto made = std::make_shared<DeviceEnd>();
-    made->impl = std::make_unique<DeviceEnd::Impl>(
-        DeviceEnd::Impl{d.context, d.failure, std::move(event), is_captured});
-    *end = std::move(made);
-    return Status();
+    Status issued = d.issue_behind(turn, call, timeout_s);
+    if (!issued.ok() && is_captured) return issued;  // nothing has run
+    Status marked = d.mark_end(is_captured, issued.ok(), call, end);
+    return issued.ok() ? std::move(marked) : std::move(issued);
   };
   Status s = issue();
   if (!s.ok()) {
@@ -294,11 +311,13 @@ Status DeviceEngine::run(const Call& call, const DeviceTurn& turn, double timeou
                          : s.clone());
     return s;
   }
-  if (is_captured)
+  if (is_captured) {
     d.watch_replays();
-  else
-    d.watch_for(*end, turn.impl->ready, timeout_s, call);
-  return Status();
+    return Status();
+  }
+  d.watch_for(*end, turn.impl->ready, timeout_s, call);
+  if (d.failure->failed.load()) d.end_nccl();  // it may have been made after the failure had ended it
+  return d.failure->get();
 }
 
 }  // namespace pycomm

@@ -20,6 +20,7 @@ namespace pycomm {
 namespace {
 constexpr auto kBetweenLooks = std::chrono::milliseconds(5);
 constexpr auto kBetweenReplays = std::chrono::milliseconds(100);
+constexpr double kLetGoS = 1;
 constexpr double kGraceS = 0.5;  // for the word of another host
 }  // namespace
 
@@ -31,7 +32,6 @@ void DeviceEngine::Impl::begin_watch() {
 void DeviceEngine::Impl::watch_for(std::shared_ptr<DeviceEnd> end, std::shared_ptr<cuda::HeldEvent> ready,
                                    double timeout_s, const Call& call) {
   const std::lock_guard lock(watch_mutex);
-  note_passed();
   pending.push_back(
       {std::move(end), std::move(ready), timeout_s, monotonic_s() + timeout_s, call.sig.text()});
   begin_watch();
@@ -43,14 +43,25 @@ void DeviceEngine::Impl::watch_replays() {
   begin_watch();
 }
 
-void DeviceEngine::Impl::note_passed() {
-  while (!pending.empty() && pending.front().end->passed()) {
+// How far this device is, which the other ranks see. No lock is held in calls of CUDA, which may block.
+Status DeviceEngine::Impl::note_passed(std::unique_lock<std::mutex>& lock) {
+  bool reached = false;
+  while (!pending.empty() && !reached) {  // others only add to them
+    const std::shared_ptr<DeviceEnd> end = pending.front().end;
+    const std::shared_ptr<cuda::HeldEvent> ready = pending.front().ready;
+    bool passed = false;
+    lock.unlock();
+    Status s = event_passed(device, end->impl->event->get(), &passed);
+    if (s.ok() && !passed) s = event_passed(device, ready->get(), &reached);
+    lock.lock();
+    PYCOMM_RETURN_IF_ERROR(std::move(s));
+    if (!passed) break;
     pending.pop_front();
     n_passed++;
   }
-  if (failure->failed.load()) return;  // then all count as passed, and peers shall see how far this rank came
-  const bool reached = !pending.empty() && cudaEventQuery(pending.front().ready->get()) != cudaErrorNotReady;
-  link.show(n_passed + (reached ? 1 : 0), n_passed);
+  // After a failure streams pass what was not done, and peers shall see how far this rank had come.
+  if (!failure->failed.load()) link.show(n_passed + (reached ? 1 : 0), n_passed);
+  return Status();
 }
 
 // That a call has not ended in time, when nobody knows better.
@@ -74,24 +85,19 @@ Status DeviceEngine::Impl::overdue() {
                               pending.front().what.c_str(), late->limit_s, who.c_str()));
 }
 
-// Something that ends the calls under way, or OK.
+// Something that ends the calls under way, or OK. No call of CUDA: these may wait for the issuing thread.
 Status DeviceEngine::Impl::look() {
   if (peers != nullptr) PYCOMM_RETURN_IF_ERROR(peers->failure());
-  if (context->issuing().try_lock()) {  // whoever holds it makes calls of NCCL, and is told by them
-    const std::lock_guard lock(context->issuing(), std::adopt_lock);
-    if (comm.valid()) PYCOMM_RETURN_IF_ERROR(comm.async_error());
-  }
-  return link.trouble();
+  PYCOMM_RETURN_IF_ERROR(link.trouble());
+  const std::unique_lock lock(comm_mutex, std::try_to_lock);  // whoever holds it is told by NCCL
+  return lock.owns_lock() && comm.valid() ? comm.async_error() : Status();
 }
 
 void DeviceEngine::Impl::watch() {
-  // Or it would spoil captures of other threads, which forbid that events are asked in this process.
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  const DeviceGuard guard(device);  // the thread's own
   std::unique_lock lock(watch_mutex);
   const auto nothing_to_see = [&] { return failure->failed.load() || (pending.empty() && !has_captured); };
   while (!stop) {
-    note_passed();
     if (nothing_to_see()) {
       watch_changed.wait(lock, [&] { return stop || !nothing_to_see(); });
       continue;
@@ -99,6 +105,7 @@ void DeviceEngine::Impl::watch() {
     lock.unlock();
     Status s = look();
     lock.lock();
+    if (s.ok()) s = note_passed(lock);
     if (s.ok()) s = overdue();
     if (!s.ok()) {
       lock.unlock();
@@ -116,24 +123,27 @@ void DeviceEngine::Impl::watch() {
 
 // Ends what is under way; the communicator has failed. Twice does no harm.
 void DeviceEngine::Impl::fail(const Status& why) {
-  if (!failure->set(why)) return;
-  link.fail(why);
-  if (peers != nullptr) peers->abort(why.clone());
-  // Whoever issues a call polls for trouble, and lets go.
-  const std::lock_guard lock(context->issuing());
-  const DeviceGuard guard(device);
+  failure->set(why);
   end_nccl();
 }
 
 // What is under way on it ends. Where NCCL can go on with the ranks that are left, it stays for them.
+//
+// The issuing thread polls for trouble, and lets go; but where a launch keeps it, only the abort frees it. It
+// then finds no communicator.
 void DeviceEngine::Impl::end_nccl() {
-  if (!comm.valid() || comm_is_revoked) return;
-  if (comm.can_shrink() && comm.can_revoke()) {
-    comm_is_revoked = comm.revoke({nccl::NcclComm::kAbortTimeout_s / 2, {}}).ok();
-    if (comm_is_revoked) return;
+  std::unique_lock lock(comm_mutex, std::defer_lock);
+  for (const double end_s = monotonic_s() + kLetGoS; !lock.try_lock() && monotonic_s() < end_s;)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  if (!has_comm.load(std::memory_order_acquire) || comm_is_revoked.load()) return;
+  const DeviceGuard guard(device);
+  if (lock.owns_lock() && comm.can_shrink() && comm.can_revoke()) {
+    comm_is_revoked.store(comm.revoke({nccl::NcclComm::kAbortTimeout_s / 2, {}}).ok());
+    if (comm_is_revoked.load()) return;
   }
-  const Status left = comm.abort();
-  if (!left.ok()) nccl_text += "; " + left.message();
+  const Status aborted = comm.abort();
+  const std::lock_guard text_lock(history_mutex);
+  if (!aborted.ok()) history += "; " + aborted.message();
 }
 
 // ---- the end
@@ -166,11 +176,12 @@ bool DeviceEngine::Impl::await_end() {
 
 // What kernels that may still run, or begin to, can touch.
 void DeviceEngine::Impl::keep() {
+  const std::lock_guard lock(history_mutex);
   log_line(LogLevel::kWarning,
            format("rank %d closed a communicator whose calls on CUDA device %d do not end, %.1f s after its "
                   "failure; left until the process ends are its stream, scratch memory and memory of peers. "
-                  "NCCL: %s. The failure: %s",
-                  link.rank, device, monotonic_s() - failure->at_s.load(), nccl_text.c_str(),
+                  "NCCL: %s%s. The failure: %s",
+                  link.rank, device, monotonic_s() - failure->at_s.load(), nccl_text.c_str(), history.c_str(),
                   failure->get().message().c_str()));
   cuda::DeviceContext::keep(context);
   if (peers != nullptr) PeerCollectives::keep(std::move(peers), memory);

@@ -71,6 +71,7 @@ Status PeerCollectives::create(PeerMemory* memory, const PeerOptions& options, c
   PYCOMM_RETURN_IF_ERROR(made->agree_on_options(exchange));
   PYCOMM_RETURN_IF_ERROR(made->allocate_words());
   if (memory->n_ranks() > 1) made->watchdog_ = std::thread([self = made.get()] { self->watch(); });
+  PYCOMM_RETURN_IF_ERROR(made->prove(exchange));
   *out = std::move(made);
   return {};
 }
@@ -80,6 +81,8 @@ Status PeerCollectives::agree_on_options(const Exchange& exchange) {
   struct Terms {
     uint64_t half_bytes, n_threads, push, one_shot_bytes;
     uint64_t max_blocks;  // the smallest serves
+    uint64_t n_multiprocessors;
+    DeviceId device;
     uint64_t good;
   };
   const DeviceGuard guard(memory_->device());
@@ -90,6 +93,8 @@ Status PeerCollectives::agree_on_options(const Exchange& exchange) {
         cudaDeviceGetAttribute(&n_multiprocessors, cudaDevAttrMultiProcessorCount, memory_->device()),
         "cudaDeviceGetAttribute");
   }
+  DeviceId id;
+  if (mine.ok()) mine = device_id(memory_->device(), &id);
   if (mine.ok() && (n > cuda::kMaxPeers || options_.half_bytes < kMinHalfBytes ||
                     options_.half_bytes % kHalfQuantum != 0 || options_.max_blocks < 1 ||
                     options_.n_threads < 32 || options_.n_threads > cuda::kMaxPeerThreads)) {
@@ -100,10 +105,15 @@ Status PeerCollectives::agree_on_options(const Exchange& exchange) {
                n, cuda::kMaxPeers, options_.half_bytes, kHalfQuantum, kMinHalfBytes, options_.max_blocks,
                options_.n_threads, cuda::kMaxPeerThreads));
   }
-  const unsigned most = std::min({options_.max_blocks, static_cast<unsigned>(cuda::kMaxPeerBlocks),
-                                  static_cast<unsigned>(std::max(1, n_multiprocessors))});
   const bool push = options_.push || memory_->is_over_pcie();
-  const Terms terms{options_.half_bytes, options_.n_threads, push ? 1u : 0u, options_.one_shot_bytes, most,
+  const unsigned most = std::min(options_.max_blocks, static_cast<unsigned>(cuda::kMaxPeerBlocks));
+  const Terms terms{options_.half_bytes,
+                    options_.n_threads,
+                    push ? 1u : 0u,
+                    options_.one_shot_bytes,
+                    most,
+                    static_cast<uint64_t>(n_multiprocessors),
+                    id,
                     mine.ok() ? 1u : 0u};
   std::vector<Terms> all(static_cast<size_t>(n));
   PYCOMM_RETURN_IF_ERROR(exchange(&terms, sizeof terms, all.data()).within("peer collectives"));
@@ -128,7 +138,11 @@ Status PeerCollectives::agree_on_options(const Exchange& exchange) {
               static_cast<unsigned long long>(t.half_bytes), static_cast<unsigned long long>(t.n_threads),
               static_cast<unsigned long long>(t.one_shot_bytes), r));
     }
-    max_blocks_ = std::min(max_blocks_, static_cast<unsigned>(t.max_blocks));
+    // A block takes a multiprocessor for itself, and ranks on one GPU share those.
+    const auto sharing =
+        std::count_if(all.begin(), all.end(), [&](const Terms& other) { return other.device == t.device; });
+    const auto share = std::max<uint64_t>(1, t.n_multiprocessors / static_cast<uint64_t>(sharing));
+    max_blocks_ = std::min({max_blocks_, static_cast<unsigned>(t.max_blocks), static_cast<unsigned>(share)});
   }
   return {};
 }
@@ -179,9 +193,7 @@ PeerCall PeerCollectives::tile_of(const Message& m, uint64_t begin, uint64_t n_b
   const int n = memory_->n_ranks();
   const auto ranks = static_cast<uint64_t>(n);
   PeerCall call{};
-  for (int r = 0; r < n; ++r) {
-    for (int s = 0; s < PeerMemory::kMaxSegments; ++s) call.bases[r][s] = memory_->base(r, s);
-  }
+  memory_->bases(call.bases);
   call.words = device_words_;
   call.kind = m.kind;
   call.push = push_;

@@ -58,7 +58,8 @@ class PeerCollectives {
   static size_t reserved_bytes(size_t half_bytes);
   static size_t zero_bytes();
 
-  // Collective. `memory` outlives this object, and has 1 to 8 ranks.
+  // Collective. `memory` outlives this object, and has 1 to 8 ranks. Makes a call that shows whether the
+  // memory works; kSystem on all ranks where it does not.
   static Status create(PeerMemory* memory, const PeerOptions& options, const Exchange& exchange,
                        std::unique_ptr<PeerCollectives>* out);
   // Stops the watchdog. The streams must have passed all calls (abort() makes them pass).
@@ -92,6 +93,7 @@ class PeerCollectives {
       : memory_(memory), options_(options), limit_s_(options.timeout_s) {}
   Status allocate_words();
   Status agree_on_options(const Exchange& exchange);
+  Status prove(const Exchange& exchange);  // peer_proof.cc
   // What a collective hands to its launches; key tells dtype and operation apart.
   struct Message {
     cuda::PeerKind kind;

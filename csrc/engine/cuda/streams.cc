@@ -26,7 +26,8 @@ Status capture_state(Stream stream, const char* what, bool* captured) {
 }
 
 Status DeviceStreams::make(int device, std::unique_ptr<DeviceStreams>* out) {
-  PYCOMM_RETURN_IF_ERROR(cuda_status(cudaSetDevice(device), "cudaSetDevice"));
+  const DeviceGuard guard(device);
+  PYCOMM_RETURN_IF_ERROR(guard.status());
   std::unique_ptr<DeviceStreams> made(new DeviceStreams(device));
   for (Stream* s : {&made->comm_, &made->reduce_}) {
     PYCOMM_RETURN_IF_ERROR(
@@ -39,7 +40,7 @@ Status DeviceStreams::make(int device, std::unique_ptr<DeviceStreams>* out) {
 }
 
 DeviceStreams::~DeviceStreams() {
-  (void)cudaSetDevice(device_);
+  const DeviceGuard guard(device_);
   for (const Event e : events_) (void)cudaEventDestroy(e);
   if (turn_ != nullptr) (void)cudaEventDestroy(turn_);
   for (const Stream s : {comm_, reduce_}) {

@@ -13,23 +13,4 @@ int device_count() {
   return 0;
 }
 
-Status on_device(int device, Stream stream, const std::function<Status()>& enqueue) {
-  int before = -1;
-  cudaError_t e = cudaGetDevice(&before);
-  if (e == cudaSuccess) e = cudaSetDevice(device);
-  if (e != cudaSuccess) {
-    (void)cudaGetLastError();
-    return Status::error(Code::kSystem, format("cuda:%d: %s", device, cudaGetErrorString(e)));
-  }
-  Status s = enqueue();
-#if defined(PYCOMM_CUDA_EMULATED)
-  if (s.ok() && (e = cudaStreamSynchronize(stream)) != cudaSuccess)
-    s = Status::error(Code::kSystem, format("cuda:%d: %s", device, cudaGetErrorString(e)));
-#else
-  (void)stream;
-#endif
-  (void)cudaSetDevice(before);
-  return s;
-}
-
 }  // namespace pycomm::cuda

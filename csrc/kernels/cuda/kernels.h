@@ -13,7 +13,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <span>
 
 #include "base/dtype.h"
@@ -28,10 +27,6 @@ using Stream = CUstream_st*;
 
 // How many devices this process can use; 0 where there is no GPU or no driver, whatever the reason.
 int device_count();
-
-// Calls `enqueue` with `device` as the calling thread's. Where CUDA is emulated, what is on the stream then
-// has ended when this returns: the host reads it next, and there are no streams of torch's.
-Status on_device(int device, Stream stream, const std::function<Status()>& enqueue);
 
 // ---- reduce: dst = finish(T(srcs)), as ReduceFn of kernels/reduce.h
 

@@ -15,6 +15,7 @@ namespace pycomm::nccl {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+constexpr double kSpin_s = 200e-6;
 
 double seconds_since(Clock::time_point from) {
   return std::chrono::duration<double>(Clock::now() - from).count();
@@ -61,7 +62,7 @@ NcclComm& NcclComm::operator=(NcclComm&& other) noexcept {
   if (this == &other) return *this;
   (void)abort();
   library_ = other.library_;
-  comm_ = std::exchange(other.comm_, nullptr);
+  comm_ = other.comm_.exchange(nullptr);
   rank_ = other.rank_;
   n_ranks_ = other.n_ranks_;
   device_ = other.device_;
@@ -70,7 +71,8 @@ NcclComm& NcclComm::operator=(NcclComm&& other) noexcept {
 }
 
 Status NcclComm::failure(Result result, const std::string& what) const {
-  const char* last = comm_ == nullptr ? nullptr : api().get_last_error(comm_);
+  const Comm comm = raw();
+  const char* last = comm == nullptr ? nullptr : api().get_last_error(comm);
   std::string message =
       format("%s, rank %d of %d on device %d: NCCL %s: %s", what.c_str(), rank_, n_ranks_, device_,
              version_text(library_->version).c_str(), api().get_error_string(result));
@@ -156,7 +158,7 @@ Status NcclComm::revoke(const Patience& patience) {
   }
   Result result = kSuccess;
   const auto revoke = [fn = api().comm_revoke](Comm comm) { return fn(comm, kRevokeDefault); };
-  PYCOMM_RETURN_IF_ERROR(in_time(revoke, "ncclCommRevoke", patience.timeout_s, &result));
+  PYCOMM_RETURN_IF_ERROR(in_time(revoke, comm_, "ncclCommRevoke", patience.timeout_s, &result));
   return settle(result, "ncclCommRevoke", patience);
 }
 
@@ -179,9 +181,11 @@ Status NcclComm::in_group(Result result, const char* what) {
 Status NcclComm::settle(Result result, const char* what, const Patience& patience) {
   const auto began = Clock::now();
   auto looked = began;
-  auto pause = std::chrono::microseconds(10);
+  auto pause = std::chrono::microseconds(50);
   while (result == kInProgress) {
-    if (const Result asked = api().comm_get_async_error(comm_, &result); asked != kSuccess) result = asked;
+    const Comm comm = raw();
+    if (comm == nullptr) return Status::error(Code::kClosed, std::string(what) + ": aborted meanwhile");
+    if (const Result asked = api().comm_get_async_error(comm, &result); asked != kSuccess) result = asked;
     if (result != kInProgress) break;
     if (patience.poll && seconds_since(looked) > 0.1) {
       looked = Clock::now();
@@ -193,6 +197,10 @@ Status NcclComm::settle(Result result, const char* what, const Patience& patienc
           format("%s, rank %d of %d on device %d: not done after %.3g s; some rank has not made the "
                  "same call, or is gone",
                  what, rank_, n_ranks_, device_, patience.timeout_s));
+    }
+    if (seconds_since(began) < kSpin_s) {  // a sleep costs as much as the whole group
+      std::this_thread::yield();
+      continue;
     }
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, std::chrono::microseconds(1000));
@@ -209,10 +217,10 @@ Status NcclComm::async_error() {
 }
 
 // A function that may hang, on a thread of its own.
-Status NcclComm::in_time(std::function<Result(Comm)> fn, const char* what, double timeout_s,
+Status NcclComm::in_time(std::function<Result(Comm)> fn, Comm comm, const char* what, double timeout_s,
                          Result* result) const {
   const auto ending = std::make_shared<Ending>();
-  std::thread([ending, fn = std::move(fn), comm = comm_, device = device_] {
+  std::thread([ending, fn = std::move(fn), comm, device = device_] {
     const bool on_device = cudaSetDevice(device) == cudaSuccess;
     const Result r = on_device ? fn(comm) : kUnhandledCudaError;
     const std::lock_guard lock(ending->mutex);
@@ -235,10 +243,10 @@ Status NcclComm::in_time(std::function<Result(Comm)> fn, const char* what, doubl
 }
 
 Status NcclComm::end_in_time(Result (*fn)(Comm), const char* what, double timeout_s) {
+  const Comm comm = comm_.exchange(nullptr);  // freed, or in the hands of a thread that may never end
+  if (comm == nullptr) return Status();
   Result result = kSuccess;
-  Status s = in_time(fn, what, timeout_s, &result);
-  comm_ = nullptr;  // freed, or in the hands of a thread that may never end
-  PYCOMM_RETURN_IF_ERROR(std::move(s));
+  PYCOMM_RETURN_IF_ERROR(in_time(fn, comm, what, timeout_s, &result));
   return result == kSuccess ? Status() : failure(result, what);
 }
 
@@ -249,7 +257,7 @@ Status NcclComm::finalize(const Patience& patience) {
 }
 
 Status NcclComm::abort(double timeout_s) {
-  if (!valid()) return Status();
+  if (!valid()) return Status();  // of no library, it may be
   return end_in_time(api().comm_abort, "ncclCommAbort", timeout_s);
 }
 

@@ -6,10 +6,12 @@
 // non-blocking form of (abort, destroy) run on a thread of their own, which is left behind when it hangs.
 //
 // Times are seconds. The calls of one device, of all its communicators, are made by one thread in one order
-// that is the same on all ranks; else NCCL deadlocks. The caller has set the device. Cost: one poll per group
-// in the normal case.
+// that is the same on all ranks; else NCCL deadlocks. The caller has set the device. Cost: NCCL 2.24 and
+// newer answer "in progress" to every group, and put it on the stream by a thread of their own, for tens of
+// microseconds; settle() polls without sleeping for the first 200. Older ones do so where they connect only.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <set>
@@ -62,6 +64,7 @@ class NcclComm {
   // When all that was issued has been done: frees it all.
   Status finalize(const Patience& patience);
   // Ends what is under way and frees what it can. kTimeout when NCCL's own function hangs: says what is left.
+  // From any thread, also while another is kept in a call of this one: that finds no communicator afterwards.
   Status abort(double timeout_s = kAbortTimeout_s);
   static constexpr double kAbortTimeout_s = 5;
 
@@ -70,8 +73,8 @@ class NcclComm {
   bool has_exchanged(int peer, bool sent) const { return exchanged_.contains({peer, sent}); }
   void note_exchange(int peer, bool sent) { exchanged_.insert({peer, sent}); }
 
-  bool valid() const { return comm_ != nullptr; }
-  Comm raw() const { return comm_; }
+  bool valid() const { return raw() != nullptr; }
+  Comm raw() const { return comm_.load(std::memory_order_acquire); }
   const Api& api() const { return library_->api; }
   const Library& library() const { return *library_; }
   int rank() const { return rank_; }
@@ -82,12 +85,13 @@ class NcclComm {
   Status failure(Result result, const std::string& what) const;
   Status adopt(std::unique_ptr<Comm> place, Result result, const char* what, const Patience& patience,
                NcclComm* out);
-  Status in_time(std::function<Result(Comm)> fn, const char* what, double timeout_s, Result* result) const;
+  Status in_time(std::function<Result(Comm)> fn, Comm comm, const char* what, double timeout_s,
+                 Result* result) const;
   Status end_in_time(Result (*fn)(Comm), const char* what, double timeout_s);
   bool has(bool symbol, int version) const { return symbol && library_->version >= version; }
 
   const Library* library_ = nullptr;
-  Comm comm_ = nullptr;
+  std::atomic<Comm> comm_{nullptr};
   int rank_ = 0, n_ranks_ = 0, device_ = 0;
   std::set<std::pair<int, bool>> exchanged_;
 };

@@ -155,6 +155,14 @@ char* PeerMemory::base(int rank, int segment) const {
   return segments_[static_cast<size_t>(segment)].bases[static_cast<size_t>(rank)];
 }
 
+void PeerMemory::bases(char* (*of_rank)[kMaxSegments]) const {
+  const std::lock_guard lock(mutex_);
+  for (size_t r = 0; r < static_cast<size_t>(n_ranks()); ++r) {
+    for (size_t s = 0; s < kMaxSegments; ++s)
+      of_rank[r][s] = s < segments_.size() ? segments_[s].bases[r] : nullptr;
+  }
+}
+
 Status PeerMemory::grow(size_t n_bytes, const Exchange& exchange) {
   return add_segment(n_bytes, 0, exchange);
 }

@@ -58,6 +58,7 @@ class PeerMemory {
   bool is_over_pcie() const { return over_pcie_; }
   // Where a rank's segment is mapped here; null: there is none.
   char* base(int rank, int segment) const;
+  void bases(char* (*of_rank)[kMaxSegments]) const;  // of all of them
 
   // One more segment of at least that many bytes. kValue on all ranks when there are kMaxSegments.
   Status grow(size_t n_bytes, const Exchange& exchange);

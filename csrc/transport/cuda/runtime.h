@@ -12,30 +12,34 @@
 
 namespace pycomm {
 
-inline Status cuda_status(cudaError_t error, const std::string& what) {
-  if (error == cudaSuccess) return {};
-  (void)cudaGetLastError();  // or the next launch would report it
-  return Status::error(Code::kSystem,
-                       what + ": " + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
-}
+Status cuda_status(cudaError_t error, const std::string& what);
 
+// Afterwards the thread has the context that it had, or none. CUDA calls of a thread that has none make one
+// on device 0, as does cudaSetDevice(0): hundreds of MB there, of every rank. So it is the context that is
+// kept, and not the device's number, which is 0 on a thread that has never set one.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(int device) {
-    if (cudaGetDevice(&before_) != cudaSuccess) before_ = -1;
-    status_ = cuda_status(cudaSetDevice(device), format("cudaSetDevice(%d)", device));
-  }
-  ~DeviceGuard() {
-    if (before_ >= 0) (void)cudaSetDevice(before_);
-  }
+  explicit DeviceGuard(int device);
+  ~DeviceGuard();
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
   Status status() const { return status_.clone(); }
 
  private:
-  int before_ = -1;
+  void* before_ = nullptr;  // the driver's CUcontext
   Status status_;
 };
+
+// Tells GPUs apart, and the parts of one that MIG has divided, over all machines.
+struct DeviceId {
+  unsigned char bytes[16] = {};
+  bool operator==(const DeviceId&) const = default;
+};
+Status device_id(int device, DeviceId* out);
+
+// Whether what the event was recorded behind has ended. Asked for so that it spoils no capture, of whatever
+// thread. Not kOk: the device has failed, and nothing on it will end any more.
+Status event_passed(int device, cudaEvent_t event, bool* passed);
 
 }  // namespace pycomm

@@ -9,11 +9,12 @@
 namespace pycomm {
 
 struct DeviceRank : TestRank {
+  int device = 0;
   cudaStream_t stream = nullptr;
 
   Request request(CallKind kind, DType dtype, ReduceOp op, uint64_t count, int root = 0) const {
     Request r = request_of(kind, dtype, op, count, root);
-    r.call.device = rank;
+    r.call.device = device;
     r.call.stream = stream;
     return r;
   }
@@ -23,15 +24,17 @@ struct DeviceRank : TestRank {
   }
 };
 
-inline void run_device_ranks(int n, const std::function<void(DeviceRank&)>& fn,
-                             double timeout_s = kDeadlineS) {
+// Rank r has device first_device + r.
+inline void run_device_ranks(int n, const std::function<void(DeviceRank&)>& fn, double timeout_s = kDeadlineS,
+                             int first_device = 0) {
   setenv("PYCOMM_DEVICE_ARENA", "1048576", 0);
   run_ranks(
       n,
       [&](TestRank& base) {
         DeviceRank self;
         static_cast<TestRank&>(self) = base;
-        ASSERT_CUDA(cudaSetDevice(self.rank));
+        self.device = first_device + self.rank;
+        ASSERT_CUDA(cudaSetDevice(self.device));
         ASSERT_CUDA(cudaStreamCreateWithFlags(&self.stream, cudaStreamNonBlocking));
         fn(self);
         const Status ignored = self.comm->close(nullptr);

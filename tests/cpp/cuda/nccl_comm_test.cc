@@ -240,7 +240,7 @@ TEST(NcclComm, AnAsynchronousErrorIsSeenAndNamed) {
       next = shift(me, from, to);
     }
     REQUIRE_OK(me.comm.abort());
-    REQUIRE_OK(std::move(issued));
+    REQUIRE(issued.ok() || me.rank == 1);  // from 2.24 on the group may end with it
     if (me.rank == 1) {
       REQUIRE(s.code() == Code::kPeerLost);
       REQUIRE(s.message() ==

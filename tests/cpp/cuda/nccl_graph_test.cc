@@ -329,7 +329,8 @@ TEST(NcclGraph, AReplayAgainstAnEagerCallIsFoundOut) {
     CapturedGraph graph;
     PYCOMM_RETURN_IF_ERROR(v.set(me.rank, 0));
     PYCOMM_RETURN_IF_ERROR(graph.capture(me.stream, issue));
-    PYCOMM_RETURN_IF_ERROR(me.rank == 0 ? graph.replay(me.stream) : issue());
+    const Status issued = me.rank == 0 ? graph.replay(me.stream) : issue();
+    EXPECT_TRUE(issued.ok() || me.rank == 1) << issued.message();  // from 2.24 on the group may end with it
     const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);
     while (me.comm.async_error().ok() && std::chrono::steady_clock::now() < until) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));

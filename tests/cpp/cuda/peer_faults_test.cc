@@ -30,7 +30,7 @@ TEST(PeerFaults, ARankThatDoesNotComeIsNamedAtTheDeadline) {
       EXPECT_FALSE(s.ok());
       // Whoever reaches his deadline first tells the others, who may have seen for themselves.
       const bool own = s.code() == Code::kTimeout;
-      EXPECT_EQ(s.message().find("all_reduce/two_shot of 4000 bytes over peer memory, call 1: "), 0u);
+      EXPECT_EQ(s.message().find("all_reduce/two_shot of 4000 bytes over peer memory, call 2: "), 0u);
       EXPECT_NE(s.message().find(own ? ": rank 2 (host b) did not come; waited 0.3 s"
                                      : " gave up, waiting for rank 2 (host b)"),
                 std::string::npos)
@@ -46,7 +46,7 @@ TEST(PeerFaults, ARankThatDoesNotComeIsNamedAtTheDeadline) {
       EXPECT_EQ(s.code(), Code::kPeerLost);
       EXPECT_EQ(
           s.message(),
-          "all_reduce/two_shot of 4000 bytes over peer memory, call 1: rank 0 (host b), rank 1 (host b), "
+          "all_reduce/two_shot of 4000 bytes over peer memory, call 2: rank 0 (host b), rank 1 (host b), "
           "rank 3 (host b) gave up, waiting for rank 2 (host b)");
     }
   });

@@ -211,6 +211,30 @@ TEST(PeerProcesses, EveryCaseIsTheCpus) {
   }
 }
 
+// The driver says that they reach each other, and what they write does not arrive.
+TEST(PeerProcess, DISABLED_Broken) {
+  const char* place = std::getenv("PEER_PROCESS");
+  int fd = -1;
+  PeerRank self;
+  ASSERT_NE(place, nullptr) << "run_processes starts this test";
+  ASSERT_EQ(std::sscanf(place, "%d/%d/%d", &self.rank, &self.size, &fd), 3);
+  self.exchange = exchange_of(map_board(fd), self.rank, self.size, 60);
+  const Status s = make_peer(self, small_options());
+  ASSERT_EQ(s.code(), Code::kSystem) << s.message();
+  for (const char* part :
+       {"peers' memory does not work between these GPUs", "rank 0 found: all_gather of 4096",
+        "rank 1 did not come; waited 10 s", "nvidia-smi topo -p2p"}) {
+    EXPECT_NE(s.message().find(part), std::string::npos) << s.message();
+  }
+}
+
+TEST(PeerProcesses, MemoryThatDoesNotWorkIsFoundOut) {
+  ASSERT_EQ(setenv("CUDA_ON_CPU_PEER_BROKEN", "1", 1), 0);
+  const std::vector<int> statuses = run_processes(2, "Broken");
+  ASSERT_EQ(unsetenv("CUDA_ON_CPU_PEER_BROKEN"), 0);
+  EXPECT_EQ(statuses, std::vector<int>(2, 0));
+}
+
 // Rank 1 is killed while the others wait for it in a call.
 TEST(PeerProcess, DISABLED_OneIsKilled) {
   PeerOptions options = small_options();

@@ -91,8 +91,7 @@ Result make_child(const std::shared_ptr<Core>& parent, Comm* made, std::function
 // ---- the library
 
 Result ncclGetVersion(int* version) {
-  const char* text = std::getenv("LOOPBACK_NCCL_VERSION");
-  *version = text != nullptr ? std::atoi(text) : 23203;
+  *version = loopback::version();
   return kSuccess;
 }
 

@@ -10,6 +10,7 @@ nccl::Result start_group();
 // Adds a call to the group under way, or runs it as a group of its own.
 nccl::Result add_call(Call call);
 nccl::Result end_group();
+int version();  // LOOPBACK_NCCL_VERSION
 bool in_group();
 
 }  // namespace loopback
