@@ -1,5 +1,5 @@
-// What goes over NCCL, on GPUs and a real NCCL: every algorithm of the catalog, NCCL's own collectives; compared
-// bit for bit with the CPU's kernels.
+// What goes over NCCL, on GPUs and a real NCCL: every algorithm of the catalog, NCCL's own collectives;
+// compared bit for bit with the CPU's kernels.
 //
 // Ranks are processes, this program again with NCCL_TEST_RANK = "<mode> <rank> <n> <device> <unique id in
 // hex>": one for each GPU, with two GPUs or more. With one GPU they share it, which NCCL allows since 2.30
