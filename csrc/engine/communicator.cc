@@ -169,8 +169,9 @@ Status Communicator::prepare_across(Request* request, const char* algorithm) {
 Status Communicator::execute(Request& request, CallerHooks* hooks) {
   const double timeout_s = request.timeout_s > 0 ? request.timeout_s : group_->timeout_s();
   if (!request.refusal.empty()) {
-    return hierarchy_ != nullptr ? hierarchy_->refuse(request.refusal, hooks, timeout_s)
-                                 : engine_->refuse(request.refusal, hooks, timeout_s);
+    PYCOMM_RETURN_IF_ERROR(hierarchy_ != nullptr ? hierarchy_->refuse(request.refusal, hooks, timeout_s)
+                                                 : engine_->refuse(request.refusal, hooks, timeout_s));
+    return request.refused_as == Code::kOk ? Status() : Status::error(request.refused_as, request.refusal);
   }
   Call& call = request.call;
   call.counts = request.counts;
@@ -199,8 +200,13 @@ Status Communicator::execute(Request& request, CallerHooks* hooks) {
 
 Status Communicator::run(Request& request, CallerHooks* hooks) {
   PYCOMM_RETURN_IF_ERROR(check_usable());
-  if (request.call.device >= 0) PYCOMM_RETURN_IF_ERROR(take_turn(&request));
+  std::unique_lock order(order_, std::defer_lock);
+  if (request.call.device >= 0) {
+    order.lock();
+    take_turn(&request);
+  }
   if (waiting_.load() == 0 && !busy_.exchange(true)) {
+    if (order.owns_lock()) order.unlock();
     Status s = execute(request, hooks);
     busy_.store(false);
     if (waiting_.load() != 0) {
@@ -209,9 +215,12 @@ Status Communicator::run(Request& request, CallerHooks* hooks) {
     }
     return s.ok() && request.end != nullptr ? request.end->order(request.call.stream) : std::move(s);
   }
-  // Behind what is queued. The request stays ours: we wait for its end before we return.
+  // Behind what is queued. The caller's tensors and counts stay: we wait for its end before we return.
   auto work = std::make_shared<Work>();
-  PYCOMM_RETURN_IF_ERROR(enqueue(std::make_unique<Request>(request), work, false));
+  auto queued = std::make_unique<Request>(request);
+  request.turn = nullptr;  // over when the call is issued, not when this thread has seen it
+  PYCOMM_RETURN_IF_ERROR(enqueue(std::move(queued), work, false));
+  if (order.owns_lock()) order.unlock();
   bool finished;
   Status s = work->wait(-1, hooks, &finished);
   if (s.code() == Code::kInterrupt && !work->issued()) {
@@ -226,8 +235,12 @@ std::shared_ptr<Work> Communicator::start(std::unique_ptr<Request> request) {
   auto work = std::make_shared<Work>();
   work->set_communicator(weak_from_this());
   Status s = check_usable();
-  if (s.ok() && request->call.device >= 0) s = take_turn(request.get());
   if (s.ok()) {
+    std::unique_lock order(order_, std::defer_lock);
+    if (request->call.device >= 0) {
+      order.lock();
+      take_turn(request.get());
+    }
     const Signature& sig = request->call.sig;
     const bool small = request->call.device < 0 && sig.kind != CallKind::kAllToAll &&
                        sig.count * dtype_size(sig.dtype) <= kEagerBytes;

@@ -32,8 +32,9 @@ struct Request {
   // call.counts, send_counts and recv_counts point here when the request outlives its caller's arguments.
   std::vector<uint64_t> counts, send_counts, recv_counts;
   bool deterministic = false;
-  std::string refusal;               // not empty: refuse, instead of calling
-  double timeout_s = 0;              // 0: the communicator's
+  std::string refusal;          // not empty: refuse, instead of calling
+  Code refused_as = Code::kOk;  // how the call then ends here; kOk: well, whoever refuses says it himself
+  double timeout_s = 0;         // 0: the communicator's
   std::shared_ptr<DeviceTurn> turn;  // of a call on device tensors: from its making to its issue
   std::shared_ptr<DeviceEnd> end;    // once it is issued
 };
@@ -123,7 +124,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status execute(Request& request, CallerHooks* hooks);
   // communicator_device.cc
   Status prepare_on_device(Request* request, const char* algorithm);
-  Status take_turn(Request* request);
+  void take_turn(Request* request);
   Status execute_on_device(Request& request, CallerHooks* hooks, double timeout_s);
   void fail_and_tell(const Status& why);
   Status device_trouble() const;
@@ -151,6 +152,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // consistent, so an inline call that ends either sees the queued job or is seen by the progress thread.
   std::atomic<bool> busy_{false};
   std::atomic<int> waiting_{0};
+  // Held from a call's turn on the device until its place among this communicator's calls (busy_, or in the
+  // queue), so that both are in one order: else two threads' calls would wait for each other.
+  std::mutex order_;
   std::mutex mutex_;
   std::condition_variable cv_;
   std::deque<Job> queue_;

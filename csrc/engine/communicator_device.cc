@@ -40,18 +40,17 @@ Status Communicator::prepare_on_device(Request* request, const char* algorithm) 
   return Status();
 }
 
-// From here on calls that are made later, over any communicator of this process and device, come after.
-Status Communicator::take_turn(Request* request) {
-  Status s =
+// From here on calls that are made later, over any communicator of this process and device, come after. A
+// rank that gets no turn refuses the call, in its place: the peers would wait for it.
+void Communicator::take_turn(Request* request) {
+  const Status s =
       DeviceTurn::take(group_->node().get(), request->call.device, request->call.stream, &request->turn);
   if (s.ok()) {
     request->call.sig.captured = request->turn->is_captured();
-    return s;
+    return;
   }
-  Request refusal;  // the peers would wait for this rank
-  refusal.refusal = s.message();
-  const Status told = run(refusal, nullptr);
-  return s;
+  request->refusal = s.message();
+  request->refused_as = s.code();
 }
 
 Status Communicator::exchange(const void* mine, size_t n_bytes, void* all, CallerHooks* hooks,

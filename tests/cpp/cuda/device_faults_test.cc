@@ -52,6 +52,36 @@ TEST(DeviceFaults, AnotherDeviceIsRefusedToAll) {
   });
 }
 
+// An asynchronous call that gets no turn is refused in its place: behind what is queued, which nobody waits
+// for in start().
+TEST(DeviceFaults, ADeviceThatIsNotThereIsRefusedInItsPlace) {
+  std::atomic<bool> started{false};
+  run_device_ranks(2, [&](DeviceRank& self) {
+    std::vector<float> x(300000, 1.0f);
+    const auto make = [&](int device) {
+      auto r = std::make_unique<Request>(
+          request_of(CallKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, x.size()));
+      r->call.in = r->call.out = Buffer(x.data(), x.size());
+      r->call.device = device;
+      EXPECT_TRUE(self.comm->prepare(r.get(), nullptr).ok());
+      return r;
+    };
+    const double end_s = monotonic_s() + 20;
+    while (self.rank == 0 && !started && monotonic_s() < end_s) std::this_thread::yield();
+    ASSERT_TRUE(self.rank == 1 || started) << "start() waits for the call before";
+    const auto before = self.comm->start(make(-1));
+    const auto refused = self.comm->start(make(self.rank == 0 ? 0 : 99));
+    if (self.rank == 1) started = true;
+    bool finished = false;
+    PYCOMM_ASSERT_OK(before->wait(-1, nullptr, &finished));
+    EXPECT_EQ(x[0], 2.0f);
+    const Status s = refused->wait(-1, nullptr, &finished);
+    EXPECT_EQ(s.code(), self.rank == 1 ? Code::kSystem : Code::kRefused) << s.message();
+    EXPECT_NE(s.message().find("99"), std::string::npos) << s.message();
+    expect_usable(self);
+  });
+}
+
 TEST(DeviceFaults, CallsThatDiffer) {
   for (const bool host : {false, true}) {
     run_device_ranks(3, [host](DeviceRank& self) {
