@@ -43,8 +43,7 @@ Status Communicator::prepare_on_device(Request* request, const char* algorithm) 
 // From here on calls that are made later, over any communicator of this process and device, come after. A
 // rank that gets no turn refuses the call, in its place: the peers would wait for it.
 void Communicator::take_turn(Request* request) {
-  const Status s =
-      DeviceTurn::take(group_->node().get(), request->call.device, request->call.stream, &request->turn);
+  const Status s = DeviceTurn::take(request->call.device, request->call.stream, &request->turn);
   if (s.ok()) {
     request->call.sig.captured = request->turn->is_captured();
     return;
@@ -96,7 +95,7 @@ Status Communicator::make_device(int device, CallerHooks* hooks, double timeout_
   link.was_shrunk = was_shrunk_;
   link.heritage = std::move(device_heritage_);
   link.behind = [this](uint64_t number) { return group_->devices_behind(number); };
-  PYCOMM_RETURN_IF_ERROR(DeviceEngine::create(group_->node().get(), device, std::move(link), &device_));
+  PYCOMM_RETURN_IF_ERROR(DeviceEngine::create(device, std::move(link), &device_));
   device_now_.store(device_.get(), std::memory_order_release);
   return Status();
 }

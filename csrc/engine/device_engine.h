@@ -43,9 +43,8 @@ bool device_way_is_deterministic(uint8_t way);
 
 class DeviceTurn {
  public:
-  // What is on the caller's `stream` by now comes before the call. `process` tells ranks of one process
-  // apart.
-  static Status take(const Node* process, int device, void* stream, std::shared_ptr<DeviceTurn>* out);
+  // What is on the caller's `stream` by now comes before the call.
+  static Status take(int device, void* stream, std::shared_ptr<DeviceTurn>* out);
   // Not kOk: `hooks` or `trouble` ended the wait for the earlier ones.
   Status wait(CallerHooks* hooks, const std::function<Status()>& trouble);
   // The caller's stream is captured into a CUDA graph: the call runs when that is replayed.
@@ -112,7 +111,7 @@ class DeviceEngine {
   static bool is_emulated();  // tests/cuda_on_cpu: all memory is the host's
 
   // Collective. All ranks get the same outcome.
-  static Status create(const Node* process, int device, Link link, std::unique_ptr<DeviceEngine>* out);
+  static Status create(int device, Link link, std::unique_ptr<DeviceEngine>* out);
   // What is on the stream ends first, or is aborted; what cannot be ended is kept, and said in the log.
   ~DeviceEngine();
 

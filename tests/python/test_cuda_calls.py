@@ -61,6 +61,24 @@ def test_memory_that_peers_reach() -> None:
     run_ranks(3, in_the_arena)
 
 
+def two_inits(rank: int, size: int) -> None:
+    """As two DDPs make, each by an init() of its own: their calls are in one order, that of the program."""
+    with pycomm.init(timeout=30) as one, pycomm.init(timeout=30) as other:
+        works = []
+        for k in range(60):
+            for comm in (one, other) if k % 3 else (other, one):
+                t = torch.full((50,), float(rank + k))
+                works.append((comm.all_reduce(t, async_op=True, algorithm="nccl"), t, k))
+        for work, t, k in works:
+            work.wait()
+            assert float(t[0]) == sum(range(size)) + size * k
+
+
+@pytest.mark.timeout(120)
+def test_communicators_of_two_inits_have_one_order() -> None:
+    run_ranks(2, two_inits)
+
+
 def tables(rank: int, size: int) -> None:
     with pycomm.init(timeout=60) as comm:
         with raises(ValueError, "no call on CUDA"):

@@ -10,15 +10,15 @@ namespace pycomm::cuda {
 
 namespace {
 std::mutex all_mutex;
-std::map<std::pair<const Node*, int>, std::weak_ptr<DeviceContext>>& all_contexts() {
-  static auto* const all = new std::map<std::pair<const Node*, int>, std::weak_ptr<DeviceContext>>;
+std::map<int, std::weak_ptr<DeviceContext>>& all_contexts() {
+  static auto* const all = new std::map<int, std::weak_ptr<DeviceContext>>;
   return *all;
 }
 }  // namespace
 
-Status DeviceContext::get(const Node* process, int device, std::shared_ptr<DeviceContext>* out) {
+Status DeviceContext::get(int device, std::shared_ptr<DeviceContext>* out) {
   const std::lock_guard lock(all_mutex);
-  std::weak_ptr<DeviceContext>& known = all_contexts()[{process, device}];
+  std::weak_ptr<DeviceContext>& known = all_contexts()[device];
   if ((*out = known.lock()) != nullptr) return Status();
   const DeviceGuard guard(device);
   PYCOMM_RETURN_IF_ERROR(guard.status());
