@@ -153,6 +153,49 @@ def test_streams_order_calls_and_keep_tensors(size: int) -> None:
     run_ranks(size, streams, timeout=240)
 
 
+def staged_results(rank: int, size: int) -> None:
+    """Copies of what is not contiguous come back on the call's stream, whoever looks first, and where."""
+    device = devices.take()
+    side = torch.cuda.Stream(device)
+    want = expected("sum", [values(q, 2_000_002, torch.float32)[1::2] for q in range(size)])
+    with pycomm.init(timeout=120) as comm:
+        for k in range(8):
+            with torch.cuda.stream(side):
+                odd = values(rank, 2_000_002, torch.float32).to(device)[1::2]
+                work = comm.all_reduce(odd, async_op=True)
+                torch.cuda._sleep(20_000_000)  # the copy comes behind this
+            if k % 4 == 1:
+                while not work.is_completed():
+                    pass
+            elif k % 4 == 2:
+                work.get_future().wait()
+            elif k % 4 == 3:  # the sweep of another call finds it done, and another stream waits for it
+                comm.all_reduce(torch.ones(1, device=device))
+                torch.cuda.synchronize(device)
+                comm.all_reduce(torch.ones(1, device=device), async_op=True).wait()
+                side = torch.cuda.Stream(device)
+            with torch.cuda.stream(side if k % 4 == 3 else torch.cuda.current_stream(device)):
+                work.wait()
+                got = odd.clone()
+            torch.cuda.synchronize(device)
+            check(got.cpu(), want, k)
+        with torch.cuda.stream(side):
+            message = torch.empty(1_000_001, device=device)
+            torch.cuda._sleep(20_000_000)
+            message.fill_(-1.0)  # the message is written behind this
+            receives = comm.irecv(message, (rank - 1) % size)
+        sends = comm.isend(torch.full((1_000_001,), float(rank), device=device), (rank + 1) % size)
+        receives.wait()
+        check(message.clone().cpu(), torch.full((1_000_001,), float((rank - 1) % size)), "irecv")
+        sends.wait()
+
+
+@needs_streams
+@pytest.mark.parametrize("size", RANKS)
+def test_staged_results_come_on_the_calls_stream(size: int) -> None:
+    run_ranks(size, staged_results, timeout=240)
+
+
 # ---- training -------------------------------------------------------------------------------------------
 
 
