@@ -77,9 +77,7 @@ Status Communicator::check_usable() const {
   }
   if (group_->failed()) [[unlikely]]
     return group_->failure();
-  if (device() == nullptr) return Status();
-  const std::lock_guard lock(device_mutex_);
-  const DeviceEngine* const d = device();
+  const auto d = device();
   return d != nullptr ? d->failure() : Status();
 }
 
@@ -352,7 +350,7 @@ void Communicator::serve() {
 void Communicator::abort(const std::string& why) {
   if (!group_->failed()) group_->abort(why);  // whoever waits looks at it every slice
   if (hierarchy_ != nullptr && !group_->node()->forked()) hierarchy_->remote().tell_now();
-  if (device() != nullptr && !group_->node()->forked()) device()->abort(group_->failure());
+  if (const auto known = group_->node()->forked() ? nullptr : device()) known->abort(group_->failure());
   p2p_->stop();
 }
 
@@ -385,20 +383,22 @@ Status Communicator::close(CallerHooks* hooks, double limit_s, const std::string
     lock.lock();
   }
   lock.unlock();
+  if (hooks != nullptr) hooks->before_block();  // for what is on the device's stream
   if (thread_.joinable()) thread_.join();
   double looked_s = monotonic_s();
   while (device_ != nullptr && !device_->is_idle()) {
-    if (hooks != nullptr) hooks->before_block();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (monotonic_s() - looked_s < 1e-3 * kSliceMs) continue;
     looked_s = monotonic_s();
     look();
+    if (hooks != nullptr) hooks->before_block();
   }
   {
-    const std::lock_guard nobody_asks_it(device_mutex_);
-    device_now_.store(nullptr);
+    std::unique_lock device_lock(device_mutex_);
+    const auto last = std::move(device_);
+    has_device_.store(false, std::memory_order_release);
+    device_lock.unlock();  // its end takes as long as its calls
   }
-  device_.reset();
   p2p_->stop();
   if (hierarchy_ != nullptr) hierarchy_->remote().leave(why);
   shrink_->leave(why);

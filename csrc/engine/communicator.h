@@ -77,9 +77,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Between hosts; null when all ranks are on this one.
   HostSelector* host_selector() { return hierarchy_ == nullptr ? nullptr : &hierarchy_->selector(); }
   PointToPoint& p2p() { return *p2p_; }
-  // On CUDA; null before the first call on CUDA tensors.
+  // On CUDA; null before the first call on CUDA tensors, and once closed.
   DeviceTables& device_tables() { return device_tables_; }
-  DeviceEngine* device() const { return device_now_.load(std::memory_order_acquire); }
+  std::shared_ptr<DeviceEngine> device() const {
+    if (!has_device_.load(std::memory_order_acquire)) return nullptr;  // every call on the host asks
+    const std::lock_guard lock(device_mutex_);
+    return device_;
+  }
 
   // Fills in algorithm, tile size and hash; kValue or kType when the request cannot be served.
   Status prepare(Request* request, const char* algorithm);
@@ -128,7 +132,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status execute_on_device(Request& request, CallerHooks* hooks, double timeout_s);
   void fail_and_tell(const Status& why);
   Status device_trouble() const;
-  Status make_device(int device, CallerHooks* hooks, double timeout_s);
+  Status make_device(int device);
   Status exchange(const void* mine, size_t n_bytes, void* all, CallerHooks* hooks, double timeout_s);
   Status compare_splits(const Call& call, CallerHooks* hooks, double timeout_s);
   Status enqueue(std::unique_ptr<Request> request, std::shared_ptr<Work> work, bool small);
@@ -159,11 +163,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::condition_variable cv_;
   std::deque<Job> queue_;
   bool stop_ = false;
-  std::atomic<DeviceEngine*> device_now_{nullptr};
-  mutable std::mutex device_mutex_;  // of whoever asks it why calls have failed, against close()
   DeviceTables device_tables_;
-  std::unique_ptr<DeviceEngine> device_;
-  bool was_shrunk_ = false;                          // it came of another one's shrink()
+  std::atomic<bool> has_device_{false};
+  mutable std::mutex device_mutex_;
+  std::shared_ptr<DeviceEngine> device_;  // changed by whoever has set busy_, under the mutex
+  bool was_shrunk_ = false;               // it came of another one's shrink()
   std::shared_ptr<DeviceHeritage> device_heritage_;  // of that one, until the first call on CUDA
   CallerHooks* device_hooks_ = nullptr;              // of the call on CUDA that is being executed
   double device_timeout_s_ = 0;

@@ -13,7 +13,7 @@ Status Communicator::prepare_on_device(Request* request, const char* algorithm) 
     return Status::error(Code::kValue, format("%s: %s", call_kind_name(sig.kind), why.c_str()));
   };
   if (const char* why = DeviceEngine::why_not_built()) return refuse(why);
-  const DeviceEngine* const known = device();
+  const auto known = device();
   if (known != nullptr && known->device() != call.device) {
     return refuse(
         format("the tensors are on cuda:%d, and this communicator's calls on CUDA are on cuda:%d; a "
@@ -79,7 +79,8 @@ Status Communicator::device_trouble() const {
   return hierarchy_ != nullptr ? hierarchy_->remote().lost_rank(here) : Status();
 }
 
-Status Communicator::make_device(int device, CallerHooks* hooks, double timeout_s) {
+// Within a call on CUDA, whose hooks and limit the engine's exchanges have.
+Status Communicator::make_device(int device) {
   DeviceEngine::Link link;
   link.rank = rank();
   link.n_ranks = size();
@@ -95,8 +96,11 @@ Status Communicator::make_device(int device, CallerHooks* hooks, double timeout_
   link.was_shrunk = was_shrunk_;
   link.heritage = std::move(device_heritage_);
   link.behind = [this](uint64_t number) { return group_->devices_behind(number); };
-  PYCOMM_RETURN_IF_ERROR(DeviceEngine::create(device, std::move(link), &device_));
-  device_now_.store(device_.get(), std::memory_order_release);
+  std::unique_ptr<DeviceEngine> made;
+  PYCOMM_RETURN_IF_ERROR(DeviceEngine::create(device, std::move(link), &made));
+  const std::lock_guard lock(device_mutex_);
+  device_ = std::move(made);
+  has_device_.store(true, std::memory_order_release);
   return Status();
 }
 
@@ -139,12 +143,14 @@ Status Communicator::execute_on_device(Request& request, CallerHooks* hooks, dou
                                                : engine_->agree(call.sig, hooks, timeout_s));
   device_hooks_ = hooks;
   device_timeout_s_ = timeout_s;
+  const std::unique_ptr<CallerHooks*, void (*)(CallerHooks**)> until_return(
+      &device_hooks_, [](CallerHooks** here) { *here = nullptr; });  // the caller's
   if (device_ == nullptr && turn->is_captured()) {
     return Status::error(Code::kValue,
                          "the first call of a communicator on CUDA cannot be captured into a CUDA "
                          "graph: make one before the capture");
   }
-  if (device_ == nullptr) PYCOMM_RETURN_IF_ERROR(make_device(call.device, hooks, timeout_s));
+  if (device_ == nullptr) PYCOMM_RETURN_IF_ERROR(make_device(call.device));
   if (call.sig.kind == CallKind::kBarrier) return Status();  // all are here, and know their devices
   if (call.sig.kind == CallKind::kAllToAll) {
     Status s = compare_splits(call, hooks, timeout_s);

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+
 import pytest
 import torch
 
@@ -77,6 +81,34 @@ def two_inits(rank: int, size: int) -> None:
 @pytest.mark.timeout(120)
 def test_communicators_of_two_inits_have_one_order() -> None:
     run_ranks(2, two_inits)
+
+
+def close_with_a_call_that_hangs(rank: int, size: int) -> float:
+    """The longest that another thread had to wait for the GIL."""
+    comm = pycomm.init(timeout=4)
+    comm.all_reduce(torch.ones(1), algorithm="nccl")
+    comm.all_reduce(torch.ones(1), algorithm="nccl", async_op=True)  # the one that stays on the stream
+    longest, stop = 0.0, threading.Event()
+
+    def tick() -> None:
+        nonlocal longest
+        last = time.monotonic()
+        while not stop.wait(0.01):
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin = time.monotonic()
+    with contextlib.suppress(pycomm.CommError):
+        comm.close()
+    stop.set()
+    thread.join()
+    return longest / (time.monotonic() - begin)
+
+
+def test_close_lets_other_threads_run() -> None:
+    fault = {"LOOPBACK_NCCL_FAULT": "stall=0:1,stall=1:1"}
+    assert max(run_ranks(2, close_with_a_call_that_hangs, env=fault)) < 0.5
 
 
 def tables(rank: int, size: int) -> None:

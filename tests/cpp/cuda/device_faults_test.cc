@@ -161,6 +161,19 @@ TEST(DeviceFaults, AbortEndsWhatIsUnderWay) {
   });
 }
 
+TEST(DeviceFaults, AbortBesideClose) {
+  for (int i = 0; i < 5; i++) {
+    run_device_ranks(2, [](DeviceRank& self) {
+      OnStream t(self.stream, Bytes(400));
+      const Status called = sum(self, t, "peer");  // the abort of a peer may come first
+      std::thread other([&] { self.comm->abort("the test says so"); });
+      const Status ignored = self.comm->close(nullptr);
+      other.join();
+      EXPECT_EQ(self.comm->device(), nullptr);
+    });
+  }
+}
+
 // Where there is no NCCL, peers' memory serves all but all_to_all.
 TEST(DeviceFaults, WithoutNccl) {
   const ScopedEnv none("PYCOMM_NCCL_LIB", "/nonexistent/libnccl.so.2");
