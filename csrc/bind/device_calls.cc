@@ -32,10 +32,11 @@ PyObject* empty_on_device(PyCommunicator& self, const std::vector<int64_t>& shap
     Request first;
     first.call.device = device;
     GilHooks hooks;
-    Status s = current_stream(device, &first.call.stream);
-    if (s.ok()) s = self.comm->prepare(&first, nullptr);
-    if (s.ok()) s = self.comm->run(first, &hooks);
-    raise_after(hooks, s);
+    raise_after(hooks, current_stream(device, &first.call.stream));
+    const Status s = self.comm->prepare(&first, nullptr);
+    if (!s.ok()) refuse_and_raise(self, s);
+    hooks.before_block();
+    raise_after(hooks, self.comm->run(first, &hooks));
   }
   auto block = std::make_unique<std::shared_ptr<void>>();
   throw_if_error(self.comm->check_usable());

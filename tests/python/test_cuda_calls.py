@@ -65,6 +65,32 @@ def test_memory_that_peers_reach() -> None:
     run_ranks(3, in_the_arena)
 
 
+def refused_in_the_first_call(rank: int, size: int) -> None:
+    """Each time rank 1 alone is wrong, where ``empty`` is still collective; then all are right."""
+    mine = f"cuda:{rank}"
+    wrong: list[tuple[type[Exception], str, tuple, dict]] = [
+        (TypeError, "uint16", (3,), {"dtype": torch.uint16, "device": mine}),
+        (TypeError, "a size", ("x",), {"device": mine}),
+        (ValueError, "too many bytes", (1 << 62, 1 << 62), {"device": mine}),
+        (TypeError, "empty: device", (3,), {"device": 1.5}),
+        (pycomm.CommError, "cudaSetDevice(99)", (3,), {"device": "cuda:99"}),
+    ]
+    with pycomm.init(timeout=30) as comm:
+        for kind, text, shape, options in wrong:
+            if rank == 1:
+                with raises(kind, text):
+                    comm.empty(*shape, **options)
+            else:
+                with raises(pycomm.CommError, "rank 1 refused its call", text):
+                    comm.empty(3, device=mine)
+            assert comm._c.device == -1
+        comm.all_reduce(comm.empty(3, device=mine))
+
+
+def test_the_first_empty_is_refused_on_all_ranks() -> None:
+    run_ranks(3, refused_in_the_first_call)
+
+
 def two_inits(rank: int, size: int) -> None:
     """As two DDPs make, each by an init() of its own: their calls are in one order, that of the program."""
     with pycomm.init(timeout=30) as one, pycomm.init(timeout=30) as other:
