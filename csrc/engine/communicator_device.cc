@@ -136,6 +136,14 @@ Status Communicator::execute_on_device(Request& request, CallerHooks* hooks, dou
   };
   const std::shared_ptr<DeviceTurn> turn = std::move(request.turn);  // over when this call is issued, or not
   if (Status s = turn->wait(hooks, [this] { return device_trouble(); }); !s.ok()) return failed(std::move(s));
+  if (device_ != nullptr && !turn->is_captured() && call.sig.kind != CallKind::kBarrier) {
+    if (Status s = device_->reserve(device_tables_, &call); !s.ok()) {
+      const std::string why = s.message();
+      PYCOMM_RETURN_IF_ERROR(hierarchy_ != nullptr ? hierarchy_->refuse(why, hooks, timeout_s)
+                                                   : engine_->refuse(why, hooks, timeout_s));
+      return s;
+    }
+  }
   Call agreement;
   agreement.sig = call.sig;
   agreement.agree_only = true;

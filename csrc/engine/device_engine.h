@@ -116,6 +116,12 @@ class DeviceEngine {
   ~DeviceEngine();
 
   int device() const;
+  // Frees device memory that another allocator of this process (torch's) keeps for later; called when there
+  // is none left, by any thread, before the call is given up.
+  static void set_free_cached(void (*free_cached)());
+  // Before ranks agree on the call: what a call not captured takes of scratch, as far as it is known by now.
+  // kSystem: there is no memory, and this rank alone must refuse the call.
+  Status reserve(const DeviceTables& tables, Call* call);
   // kValue, the same on all ranks that agreed on the call, when nothing can run it: nothing was launched.
   Status choose(const DeviceTables& tables, Call* call) const;
   // Issues it. A failure has failed the communicator, but where the call was to be captured: kValue then.

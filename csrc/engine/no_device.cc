@@ -37,6 +37,8 @@ int DeviceEngine::device_count() { return 0; }
 bool DeviceEngine::is_emulated() { return false; }
 DeviceEngine::DeviceEngine() = default;
 DeviceEngine::~DeviceEngine() = default;
+void DeviceEngine::set_free_cached(void (*)()) {}
+Status DeviceEngine::reserve(const DeviceTables&, Call*) { return no(); }
 Status DeviceEngine::create(int, Link, std::unique_ptr<DeviceEngine>*) { return no(); }
 int DeviceEngine::device() const { return -1; }
 Status DeviceEngine::choose(const DeviceTables&, Call*) const { return no(); }

@@ -7,9 +7,9 @@
 // everywhere, without which NCCL and kernels that wait for peers deadlock.
 //
 // All of a process, whatever pycomm.init() they come from. A rank is a process; tests that have ranks as
-// threads give each a device of its own. Scratch only grows: what was outgrown stays until the context goes,
-// since cudaFree would wait for kernels that wait for peers. Any thread, but scratch and streams: by whoever
-// holds issuing().
+// threads give each a device of its own. Scratch only grows, by a quarter at least: what was outgrown stays
+// until the context goes, since cudaFree would wait for kernels that wait for peers. Any thread, but scratch
+// and streams: by whoever holds issuing().
 #pragma once
 
 #include <condition_variable>
@@ -33,7 +33,8 @@ class DeviceContext {
   int device() const { return device_; }
   DeviceStreams& streams() { return *streams_; }
   std::mutex& issuing() { return issuing_; }
-  Status scratch(size_t n_bytes, std::byte** p);  // aligned to 256
+  Status scratch(size_t n_bytes, std::byte** p);  // aligned to 256; kSystem: no memory, nothing has changed
+  static void set_free_cached(void (*free_cached)());
   bool has_scratch(size_t n_bytes) const { return n_bytes <= n_scratch_bytes_; }
 
   Status take_event(Event* out);

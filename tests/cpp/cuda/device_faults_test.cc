@@ -161,6 +161,39 @@ TEST(DeviceFaults, AbortEndsWhatIsUnderWay) {
   });
 }
 
+int n_asked = 0;  // for memory that torch would keep
+
+// A rank that has no memory for a call refuses it: the others learn why, and all go on.
+TEST(DeviceFaults, NoMemoryForScratchIsRefused) {
+  setenv("CUDA_ON_CPU_LARGEST", "1:4000000", 1);
+  DeviceEngine::set_free_cached([] { n_asked++; });
+  run_device_ranks(3, [](DeviceRank& self) {
+    OnStream small(self.stream, Bytes(400)), large(self.stream, 900'000);
+    PYCOMM_ASSERT_OK(sum(self, small, "peer"));
+    PYCOMM_ASSERT_OK(sum(self, small, "ring"));  // makes NCCL's communicator
+    const auto in_pieces = [&](int times) {      // as a bucket is: packed into scratch
+      Request r = self.request(CallKind::kAllReduce, DType::kFloat32, ReduceOp::kSum,
+                               static_cast<uint64_t>(times) * 2 * 100'000);
+      std::vector<Segment> segments;
+      for (int i = 0; i < times; i++)
+        for (int k = 0; k < 2; k++) segments.push_back({large.data() + k * 400'004, 100'000});
+      r.call.in = r.call.out = Buffer(std::move(segments), 4);
+      return self.call(&r, "peer");
+    };
+    for (int i = 0; i < 2; i++) {
+      const Status s = in_pieces(8);  // 6.4 MB
+      EXPECT_EQ(s.code(), self.rank == 1 ? Code::kSystem : Code::kRefused) << s.message();
+      for (const char* part : {"cudaMalloc of 64", "bytes of scratch on CUDA device 1"})
+        EXPECT_NE(s.message().find(part), std::string::npos) << s.message();
+      PYCOMM_ASSERT_OK(sum(self, small, "ring"));
+    }
+    PYCOMM_ASSERT_OK(in_pieces(1));
+  });
+  DeviceEngine::set_free_cached(nullptr);
+  unsetenv("CUDA_ON_CPU_LARGEST");
+  EXPECT_EQ(n_asked, 2);
+}
+
 TEST(DeviceFaults, AbortBesideClose) {
   for (int i = 0; i < 5; i++) {
     run_device_ranks(2, [](DeviceRank& self) {
