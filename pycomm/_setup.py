@@ -36,6 +36,7 @@ _C.setup(
     getattr(torch._C, "_cuda_getCurrentRawStream", None),  # a torch without CUDA has none
 )
 if _C.cuda.build() != "off":
+    _C.cuda.set_empty_cache(torch.cuda.empty_cache)
     # Where pip puts NCCL (nvidia-nccl-cu12, -cu13).
     _C.cuda.set_nccl_folders(
         [str(folder) for p in sys.path if (folder := Path(p, "nvidia/nccl/lib")).is_dir()]

@@ -85,5 +85,4 @@ class Caller(_C.FastCalls):
             if held is not None:
                 held.write_back()
             return outputs
-        finish = held.write_back if held is not None else None
-        return self._works.add(Work(done, (inputs, outputs, held, residual), outputs, finish))
+        return self._works.add(Work(done, (inputs, outputs, residual), outputs, held))

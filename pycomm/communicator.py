@@ -8,6 +8,7 @@ defaults of calls, and the ends: ``close``, ``abort``, garbage collection and th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import sys
 import weakref
 import zlib
@@ -92,15 +93,31 @@ class Communicator(Collectives, PointToPoint):
             >>> pycomm.init().empty(2, 3, dtype=torch.int64).shape
             torch.Size([2, 3])
         """
-        given = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else list(shape)
-        sizes = [arguments.integer("empty: a size", n, 0, 2**63) for n in given]
-        arguments.instance("empty: dtype", dtype, torch.dtype, "a torch.dtype")
-        if dtype not in _setup.DTYPE_CODES:
-            known = ", ".join(str(d).removeprefix("torch.") for d in _setup.DTYPES)
-            raise TypeError(f"empty: dtype {dtype} is not supported; supported are {known}")
-        index = -1 if device is None else arguments.cuda_index("empty: device", device)
+        with self._refusing if self._meets_device(device) else contextlib.nullcontext():
+            given = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else list(shape)
+            sizes = [arguments.integer("empty: a size", n, 0, 2**63) for n in given]
+            arguments.instance("empty: dtype", dtype, torch.dtype, "a torch.dtype")
+            if dtype not in _setup.DTYPE_CODES:
+                known = ", ".join(str(d).removeprefix("torch.") for d in _setup.DTYPES)
+                raise TypeError(f"empty: dtype {dtype} is not supported; supported are {known}")
+            index = -1 if device is None else arguments.cuda_index("empty: device", device)
+            if index >= 0 and torch.cuda.is_available():
+                initialize: Any = torch.cuda.init  # nothing of torch's may have used CUDA so far
+                initialize()
         made = self._c.empty(sizes, _setup.DTYPE_CODES[dtype], index)
-        return made if isinstance(made, torch.Tensor) else torch.utils.dlpack.from_dlpack(made)
+        if isinstance(made, torch.Tensor):
+            return made
+        tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(made)
+        return tensor if tensor.dtype == dtype else tensor.view(dtype)  # older torch has no float8 there
+
+    def _meets_device(self, device: Any) -> bool:
+        """Whether ``empty`` there is the first call on CUDA, which is collective: the others wait in it."""
+        if device is None or self._c.device >= 0:
+            return False
+        try:
+            return torch.device(device).type == "cuda"
+        except (RuntimeError, TypeError):  # whatever it was to be
+            return True
 
     @refuses_wrong_calls
     def split(self, color: int | None, key: int = 0) -> Communicator | None:

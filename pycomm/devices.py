@@ -120,14 +120,12 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 def facts() -> dict[str, str]:
     """Names of this machine's GPUs, versions of driver and NCCL; "unknown" what cannot be told.
 
-    Asks neither CUDA nor NVML, so that a process may still fork: the driver's files in /proc, and torch.
+    Asks neither CUDA nor NVML, so that a process may still fork: the driver's files in /proc, and the NCCL
+    that calls go through, which need not be torch's.
     """
     if is_emulated():
         return {"gpu": "emulated", "driver": "emulated", "nccl": "emulated"}
-    nccl = "unknown"
-    if torch.version.cuda is not None and torch.distributed.is_nccl_available():
-        version: Any = torch.cuda.nccl.version
-        nccl = ".".join(str(n) for n in version())
+    nccl = _C.cuda.nccl_version() or "unknown"
     return {"gpu": _gpu_names(_DRIVER), "driver": _driver_version(_DRIVER), "nccl": nccl}
 
 

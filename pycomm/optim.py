@@ -176,13 +176,13 @@ def clip_grad_norm_(
             )
         alike.setdefault((gradient.device, gradient.dtype), []).append(gradient.detach())
     first = next(iter(alike), (torch.device("cpu"), torch.float64))[0]
-    squares = torch.zeros((), dtype=torch.float64, device=first)
+    total = torch.zeros((), dtype=torch.float64, device=first)
     n_nonfinite = torch.zeros((), dtype=torch.int64, device=first)
     for gradients in alike.values():
-        added, n_odd = _squares(gradients)
-        squares += added.to(first)
+        added, n_odd = squares(gradients)
+        total += added.to(first)
         n_nonfinite += n_odd.to(first)
-    norm = squares.sqrt()
+    norm = total.sqrt()
     if error_if_nonfinite and int(n_nonfinite) > 0:
         raise RuntimeError(
             f"clip_grad_norm_: {int(n_nonfinite)} elements of the gradients are infinite or NaN, so they "
@@ -195,7 +195,7 @@ def clip_grad_norm_(
     return norm
 
 
-def _squares(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def squares(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The sum of the squares of gradients of one dtype and device, and how many elements are not finite."""
     dtype = gradients[0].dtype
     device = cuda_index(gradients[0])

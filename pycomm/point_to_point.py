@@ -154,12 +154,11 @@ class PointToPoint:
                 held = staged(name, tensor, None) if send else staged(name, None, tensor)
             plain = held.inputs if send else held.outputs
             done = self._c.point_to_point(send, plain, peer, tag, limit, async_op)
-        finish = held.write_back if held is not None and not send else None
         if not async_op:
-            if finish is not None:
-                finish()
+            if held is not None:
+                held.write_back()
             return done
-        return self._works.add(Work(done, (tensor, held), tensor, finish))
+        return self._works.add(Work(done, tensor, tensor, held))
 
     def _start(self, is_send: bool, tensor: torch.Tensor, peer: int, tag: int) -> _C.Work:
         """isend or irecv for the library itself: the caller keeps the dense tensor until the work is done."""

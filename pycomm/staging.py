@@ -2,11 +2,17 @@
 
 Such tensors go through a contiguous copy: inputs are copied before the call, outputs after it. torch's own
 copy knows every layout, keeps strides of the target, and resolves the lazy bits.
+
+A result that is to be on a GPU is brought there on the stream that was torch's current one when the call was
+made, whoever looks for it first and on whatever stream: there the target's memory was made or is used, and
+will be reused.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -22,11 +28,32 @@ class Staged:
     outputs: Tensors | None
     _back: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        on_cuda = next((target.device for target, _ in self._back if target.is_cuda), None)
+        self._stream = None if on_cuda is None else torch.cuda.current_stream(on_cuda)
+        self._written: torch.cuda.Event | None = None
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        """With the call's stream as torch's current one, where outputs are on CUDA."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
     def write_back(self) -> None:
-        """Copies the outputs to where the caller wants them."""
+        """Copies the outputs to where the caller wants them; on the current stream, the call's."""
         with torch.inference_mode():  # which alone may write to inference tensors, and writes to others too
             for target, plain in self._back:
                 target.copy_(plain)
+        if self._stream is not None:
+            self._written = self._stream.record_event()
+        self.inputs, self.outputs, self._back = None, None, []  # only the order matters from here on
+
+    def order(self, on_host: bool) -> None:
+        """Has torch's current stream, or the calling thread, go on after :meth:`write_back` only."""
+        if self._written is None or self._stream is None:
+            return
+        if on_host:
+            self._written.synchronize()
+        else:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._written)
 
 
 def _plain(t: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from pycomm import _C
 from pycomm.errors import CommTimeoutError
+from pycomm.staging import Staged
 
 
 class Work:
@@ -30,11 +30,11 @@ class Work:
         True
     """
 
-    def __init__(self, work: _C.Work, tensors: Any, result: Any, finish: Callable[[], None] | None) -> None:
+    def __init__(self, work: _C.Work, tensors: Any, result: Any, staged: Staged | None) -> None:
         self._work = work
         self._tensors = tensors
         self._result = result
-        self._finish = finish
+        self._staged = staged
         self._lock = threading.Lock()
         self._keeper: weakref.ref[Keeper] | None = None
 
@@ -62,26 +62,42 @@ class Work:
     def _wait(self, timeout: float | None, on_host: bool) -> bool:
         if not self._work.wait(-1.0 if timeout is None else float(timeout), on_host):
             raise CommTimeoutError(f"the call is not done after {timeout} s; it goes on, wait again")
-        self._complete()
+        self._complete(False)
+        if self._staged is not None:
+            self._staged.order(on_host or timeout is not None)
         return True
 
-    def _complete(self) -> None:
-        """After success: brings a staged output to its tensor, once."""
+    def _complete(self, has_passed: bool) -> None:
+        """After success: brings a staged output to its tensor, once.
+
+        Args:
+            has_passed: the device has done the call.
+        """
         with self._lock:
-            if self._finish is not None:
-                self._finish()
-                self._finish = None
+            if self._staged is not None and self._tensors is not None:
+                with self._staged.on_stream():
+                    if not has_passed:
+                        self._work.wait(-1.0, False)  # the call's stream, too, goes on behind it
+                    self._staged.write_back()
             self._tensors = None
         keeper = None if self._keeper is None else self._keeper()
         if keeper is not None:
             keeper.let_go(self)
 
-    def is_completed(self) -> bool:
-        """True when the call has ended, well or badly. Does not block."""
+    def _ended(self) -> bool:
+        """True when the call has ended, well or badly; no stream waits for its result then."""
         if not self._work.done():
             return False
         if self.exception() is None:
-            self._complete()  # what the caller reads next must be the result
+            self._complete(True)
+        return True
+
+    def is_completed(self) -> bool:
+        """True when the call has ended, well or badly. Does not block."""
+        if not self._ended():
+            return False
+        if self._staged is not None:
+            self._staged.order(False)  # what the caller reads next must be the result
         return True
 
     def exception(self) -> BaseException | None:
@@ -193,7 +209,7 @@ class Keeper:
     def pending(self) -> bool:
         """Whether one of them goes on."""
         with self._lock:
-            return not all(work.is_completed() for work in list(self._works))
+            return not all(work._ended() for work in list(self._works))
 
     def add(self, work: Work) -> Work:
         """Returns ``work``. Lets go of finished ones, so that they do not hold their tensors."""
@@ -201,7 +217,7 @@ class Keeper:
             if len(self._works) >= self._next_sweep:
                 for kept in list(self._works):
                     # After a failure the device may still use the tensors.
-                    if kept.is_completed() and kept._work.over():
+                    if kept._ended() and kept._work.over():
                         self._works.discard(kept)
                 # With many pending, a sweep costs as much as it can free.
                 self._next_sweep = len(self._works) * 2 if len(self._works) > 64 else 0

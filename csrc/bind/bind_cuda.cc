@@ -55,6 +55,26 @@ void set_nccl_folders(std::vector<std::string> folders) {
 #endif
 }
 
+// Of torch's allocator, which takes the GIL; the engine's threads ask it only when memory is out.
+void set_empty_cache(py::object function) {
+  static PyObject* const empty_cache = function.release().ptr();
+  DeviceEngine::set_free_cached([] {
+    if (Py_IsInitialized() == 0) return;
+    const py::gil_scoped_acquire gil;
+    PyObject* const done = PyObject_CallNoArgs(empty_cache);
+    if (done == nullptr) PyErr_WriteUnraisable(empty_cache);
+    Py_XDECREF(done);
+  });
+}
+
+std::string nccl_version() {
+#if defined(PYCOMM_HAS_CUDA)
+  const nccl::Library* library = nullptr;
+  if (nccl::open(&library).ok()) return nccl::version_text(library->version);
+#endif
+  return "";
+}
+
 #if defined(PYCOMM_HAS_CUDA)
 
 using Blocks = std::vector<std::pair<uintptr_t, size_t>>;  // address, elements
@@ -193,6 +213,8 @@ void bind_cuda(py::module_& m) {
   py::module_ c = m.def_submodule("cuda", "The CUDA kernels: whether they were built, for how many devices.");
   c.def("build", &build, "PYCOMM_CUDA of this build: off, on or emulated.");
   c.def("set_nccl_folders", &set_nccl_folders, "Where libnccl.so.2 may lie, beside the linker's places.");
+  c.def("set_empty_cache", &set_empty_cache, "What frees device memory that torch keeps for later.");
+  c.def("nccl_version", &nccl_version, "Of the NCCL that calls go through, as 2.28.7; \"\" without one.");
   c.def(
       "device_count", &device_count,
       "Devices that this process can use; 0 without a GPU, without a driver, or without CUDA in the build.");

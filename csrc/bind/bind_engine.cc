@@ -132,8 +132,10 @@ py::object empty(PyCommunicator& self, const std::vector<int64_t>& shape, int dt
   size_t n = dtype_size(static_cast<DType>(dtype));
   for (int64_t s : shape) {
     if (s < 0 || __builtin_mul_overflow(n, static_cast<size_t>(s), &n) || n > (size_t{1} << 62)) {
-      throw_if_error(
-          Status::error(Code::kValue, "empty: the sizes are negative, or too many bytes for any machine"));
+      const Status why =
+          Status::error(Code::kValue, "empty: the sizes are negative, or too many bytes for any machine");
+      if (device >= 0 && self.comm->device() == nullptr) refuse_and_raise(self, why);  // collective
+      throw_if_error(why);
     }
   }
   if (device >= 0) {

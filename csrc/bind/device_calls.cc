@@ -16,25 +16,37 @@ Status end_on_host(const DeviceEnd& end, CallerHooks* hooks) {
   return DeviceEngine::is_emulated() ? end.wait(-1, hooks) : Status();
 }
 
+namespace {
+std::shared_ptr<DeviceEngine> device_of(const PyCommunicator& self) {
+  auto engine = self.comm->device();
+  if (engine == nullptr) {
+    throw_if_error(Status::error(Code::kValue, "this communicator has made no call on CUDA tensors so far"));
+  }
+  return engine;
+}
+}  // namespace
+
 PyObject* empty_on_device(PyCommunicator& self, const std::vector<int64_t>& shape, DType dtype,
                           size_t n_bytes, int device) {
   if (self.comm->device() == nullptr) {  // collective, the first time: a call that moves nothing
     Request first;
     first.call.device = device;
     GilHooks hooks;
-    Status s = current_stream(device, &first.call.stream);
-    if (s.ok()) s = self.comm->prepare(&first, nullptr);
-    if (s.ok()) s = self.comm->run(first, &hooks);
-    raise_after(hooks, s);
+    raise_after(hooks, current_stream(device, &first.call.stream));
+    const Status s = self.comm->prepare(&first, nullptr);
+    if (!s.ok()) refuse_and_raise(self, s);
+    hooks.before_block();
+    raise_after(hooks, self.comm->run(first, &hooks));
   }
   auto block = std::make_unique<std::shared_ptr<void>>();
   throw_if_error(self.comm->check_usable());
-  if (device != self.comm->device()->device()) {
-    throw_if_error(
-        Status::error(Code::kValue, format("empty: device is cuda:%d, this communicator's is cuda:%d", device,
-                                           self.comm->device()->device())));
+  const auto engine = device_of(self);
+  if (device != engine->device()) {
+    throw_if_error(Status::error(
+        Code::kValue,
+        format("empty: device is cuda:%d, this communicator's is cuda:%d", device, engine->device())));
   }
-  throw_if_error(self.comm->device()->allocate(n_bytes, block.get()));
+  throw_if_error(engine->allocate(n_bytes, block.get()));
   void* const data = block->get();
   return make_tensor(data, shape.data(), static_cast<int>(shape.size()), dtype, device, block.release(),
                      [](void* b) { delete static_cast<std::shared_ptr<void>*>(b); });
@@ -42,16 +54,9 @@ PyObject* empty_on_device(PyCommunicator& self, const std::vector<int64_t>& shap
 
 namespace {
 
-DeviceEngine& device_of(const PyCommunicator& self) {
-  if (self.comm->device() == nullptr) {
-    throw_if_error(Status::error(Code::kValue, "this communicator has made no call on CUDA tensors so far"));
-  }
-  return *self.comm->device();
-}
-
 std::vector<std::string> device_algorithms(const PyCommunicator& self, int collective) {
   std::vector<std::string> names;
-  for (const uint8_t way : device_of(self).ways(static_cast<Collective>(collective)))
+  for (const uint8_t way : device_of(self)->ways(static_cast<Collective>(collective)))
     names.emplace_back(device_way_name(way));
   return names;
 }
@@ -122,11 +127,13 @@ void add_device_calls(py::class_<PyCommunicator>& communicator) {
   communicator
       .def_property_readonly("device",
                              [](const PyCommunicator& c) {
-                               return c.comm->device() == nullptr ? -1 : c.comm->device()->device();
+                               const auto engine = c.comm->device();
+                               return engine == nullptr ? -1 : engine->device();
                              })
       .def("device_description",
            [](const PyCommunicator& c) {
-             return c.comm->device() == nullptr ? "" : c.comm->device()->describe();
+             const auto engine = c.comm->device();
+             return engine == nullptr ? "" : engine->describe();
            })
       .def("device_algorithms", &device_algorithms)
       .def("device_selection", &device_selection)

@@ -38,6 +38,12 @@ struct Tensor {
   uint64_t byte_offset;
 };
 
+struct ManagedTensor {  // before DLPack 1.0
+  Tensor dl_tensor;
+  void* manager_ctx;
+  void (*deleter)(ManagedTensor*);
+};
+
 struct ManagedTensorVersioned {
   Version version;
   void* manager_ctx;

@@ -73,27 +73,6 @@ bool dtype_of(dlpack::DataType t, DType* out) {
   return false;
 }
 
-dlpack::DataType dlpack_of(DType t) {
-  const auto bits = static_cast<uint8_t>(8 * dtype_size(t));
-  switch (t) {
-    case DType::kFloat64:
-    case DType::kFloat32:
-    case DType::kFloat16: return {dlpack::kFloat, bits, 1};
-    case DType::kBFloat16: return {dlpack::kBfloat, bits, 1};
-    case DType::kFloat8E4M3: return {dlpack::kFloat8E4M3FN, bits, 1};
-    case DType::kFloat8E5M2: return {dlpack::kFloat8E5M2, bits, 1};
-    case DType::kInt8:
-    case DType::kInt16:
-    case DType::kInt32:
-    case DType::kInt64: return {dlpack::kInt, bits, 1};
-    case DType::kUInt8: return {dlpack::kUInt, bits, 1};
-    case DType::kBool: return {dlpack::kBool, bits, 1};
-    case DType::kComplex64:
-    case DType::kComplex128: return {dlpack::kComplex, bits, 1};
-  }
-  return {};
-}
-
 Status unsupported_dtype(const char* what, PyObject* tensor) {
   PyObject* dtype = PyObject_GetAttr(tensor, str_dtype);
   PyObject* name = dtype != nullptr ? PyObject_Str(dtype) : nullptr;
@@ -334,6 +313,8 @@ void remember_plain(PyObject* tensor, const TensorView& view) {
   Py_XDECREF(old);
 }
 
+const dlpack::ExchangeApi* exchange_api() { return api; }
+
 std::string device_name(int device) { return device < 0 ? "CPU" : format("cuda:%d", device); }
 
 Status current_stream(int device, void** stream) {
@@ -385,46 +366,6 @@ Status view_tensors(PyObject* object, const char* what, bool written, Buffer* bu
   }
   *buffer = Buffer(std::move(segments), dtype_size(*dtype));
   return Status();
-}
-
-PyObject* make_tensor(void* data, const int64_t* shape, int ndim, DType dtype, int device, void* context,
-                      void (*deleter)(void*)) {
-  struct Managed {
-    dlpack::ManagedTensorVersioned tensor{};
-    std::vector<int64_t> shape, strides;
-    void* context = nullptr;
-    void (*deleter)(void*) = nullptr;
-  };
-  const bool on_host = device < 0 || emulated_device() >= 0;
-  const dlpack::Device where =
-      on_host ? dlpack::Device{dlpack::kCpu, 0} : dlpack::Device{dlpack::kCuda, device};
-  auto* m = new Managed;
-  m->shape.assign(shape, shape + ndim);
-  m->strides.assign(static_cast<size_t>(ndim), 1);
-  for (int i = ndim - 2; i >= 0; i--) {
-    const auto next = static_cast<size_t>(i) + 1;
-    m->strides[next - 1] = m->strides[next] * std::max<int64_t>(1, m->shape[next]);
-  }
-  m->context = context;
-  m->deleter = deleter;
-  m->tensor.version = {1, 0};
-  m->tensor.manager_ctx = m;
-  m->tensor.deleter = [](dlpack::ManagedTensorVersioned* t) {
-    auto* self = static_cast<Managed*>(t->manager_ctx);
-    self->deleter(self->context);
-    delete self;
-  };
-  m->tensor.dl_tensor = {data, where, ndim, dlpack_of(dtype), m->shape.data(), m->strides.data(), 0};
-  if (api != nullptr) {
-    void* out = nullptr;
-    if (api->managed_tensor_to_py_object_no_sync(&m->tensor, &out) != 0) {
-      if (PyErr_Occurred() == nullptr)
-        PyErr_SetString(PyExc_RuntimeError, "torch could not make a tensor of arena memory");
-      return nullptr;
-    }
-    return static_cast<PyObject*>(out);
-  }
-  return PyCapsule_New(&m->tensor, "dltensor_versioned", nullptr);
 }
 
 }  // namespace pycomm

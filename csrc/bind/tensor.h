@@ -17,6 +17,10 @@
 
 namespace pycomm {
 
+namespace dlpack {
+struct ExchangeApi;
+}
+
 struct TensorView {
   void* data;
   uint64_t n_elems;
@@ -53,7 +57,10 @@ std::string device_name(int device);
 // torch's current stream of the device. With a Python error set, the code is kInterrupt.
 Status current_stream(int device, void** stream);
 
-// A new tensor over memory that `deleter(context)` frees with the tensor's storage; null with a Python error.
+// torch's; null where torch is too old.
+const dlpack::ExchangeApi* exchange_api();
+// bind/make_tensor.cc: a new tensor over memory that `deleter(context)` frees with the tensor's storage; null
+// with a Python error. Without the exchange API a capsule "dltensor", of uint8 where dtype is float8.
 PyObject* make_tensor(void* data, const int64_t* shape, int ndim, DType dtype, int device, void* context,
                       void (*deleter)(void*));
 

@@ -77,9 +77,7 @@ Status Communicator::check_usable() const {
   }
   if (group_->failed()) [[unlikely]]
     return group_->failure();
-  if (device() == nullptr) return Status();
-  const std::lock_guard lock(device_mutex_);
-  const DeviceEngine* const d = device();
+  const auto d = device();
   return d != nullptr ? d->failure() : Status();
 }
 
@@ -169,8 +167,9 @@ Status Communicator::prepare_across(Request* request, const char* algorithm) {
 Status Communicator::execute(Request& request, CallerHooks* hooks) {
   const double timeout_s = request.timeout_s > 0 ? request.timeout_s : group_->timeout_s();
   if (!request.refusal.empty()) {
-    return hierarchy_ != nullptr ? hierarchy_->refuse(request.refusal, hooks, timeout_s)
-                                 : engine_->refuse(request.refusal, hooks, timeout_s);
+    PYCOMM_RETURN_IF_ERROR(hierarchy_ != nullptr ? hierarchy_->refuse(request.refusal, hooks, timeout_s)
+                                                 : engine_->refuse(request.refusal, hooks, timeout_s));
+    return request.refused_as == Code::kOk ? Status() : Status::error(request.refused_as, request.refusal);
   }
   Call& call = request.call;
   call.counts = request.counts;
@@ -216,8 +215,13 @@ Status behind(const Request& request, Status s) {
 
 Status Communicator::run(Request& request, CallerHooks* hooks) {
   PYCOMM_RETURN_IF_ERROR(check_usable());
-  if (request.call.device >= 0) PYCOMM_RETURN_IF_ERROR(take_turn(&request));
+  std::unique_lock order(order_, std::defer_lock);
+  if (request.call.device >= 0) {
+    order.lock();
+    take_turn(&request);
+  }
   if (waiting_.load() == 0 && !busy_.exchange(true)) {
+    if (order.owns_lock()) order.unlock();
     Status s = execute(request, hooks);
     busy_.store(false);
     if (waiting_.load() != 0) {
@@ -226,9 +230,12 @@ Status Communicator::run(Request& request, CallerHooks* hooks) {
     }
     return behind(request, std::move(s));
   }
-  // Behind what is queued. The request stays ours: we wait for its end before we return.
+  // Behind what is queued. The caller's tensors and counts stay: we wait for its end before we return.
   auto work = std::make_shared<Work>();
-  PYCOMM_RETURN_IF_ERROR(enqueue(std::make_unique<Request>(request), work, false));
+  auto queued = std::make_unique<Request>(request);
+  request.turn = nullptr;  // over when the call is issued, not when this thread has seen it
+  PYCOMM_RETURN_IF_ERROR(enqueue(std::move(queued), work, false));
+  if (order.owns_lock()) order.unlock();
   bool finished;
   Status s = work->wait(-1, hooks, &finished);
   if (s.code() == Code::kInterrupt && !work->issued()) {
@@ -243,8 +250,12 @@ std::shared_ptr<Work> Communicator::start(std::unique_ptr<Request> request) {
   auto work = std::make_shared<Work>();
   work->set_communicator(weak_from_this());
   Status s = check_usable();
-  if (s.ok() && request->call.device >= 0) s = take_turn(request.get());
   if (s.ok()) {
+    std::unique_lock order(order_, std::defer_lock);
+    if (request->call.device >= 0) {
+      order.lock();
+      take_turn(request.get());
+    }
     const Signature& sig = request->call.sig;
     const bool small = request->call.device < 0 && sig.kind != CallKind::kAllToAll &&
                        sig.count * dtype_size(sig.dtype) <= kEagerBytes;
@@ -356,7 +367,7 @@ void Communicator::serve() {
 void Communicator::abort(const std::string& why) {
   if (!group_->failed()) group_->abort(why);  // whoever waits looks at it every slice
   if (hierarchy_ != nullptr && !group_->node()->forked()) hierarchy_->remote().tell_now();
-  if (device() != nullptr && !group_->node()->forked()) device()->abort(group_->failure());
+  if (const auto known = group_->node()->forked() ? nullptr : device()) known->abort(group_->failure());
   p2p_->stop();
 }
 
@@ -389,20 +400,22 @@ Status Communicator::close(CallerHooks* hooks, double limit_s, const std::string
     lock.lock();
   }
   lock.unlock();
+  if (hooks != nullptr) hooks->before_block();  // for what is on the device's stream
   if (thread_.joinable()) thread_.join();
   double looked_s = monotonic_s();
   while (device_ != nullptr && !device_->is_idle()) {
-    if (hooks != nullptr) hooks->before_block();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (monotonic_s() - looked_s < 1e-3 * kSliceMs) continue;
     looked_s = monotonic_s();
     look();
+    if (hooks != nullptr) hooks->before_block();
   }
   {
-    const std::lock_guard nobody_asks_it(device_mutex_);
-    device_now_.store(nullptr);
+    std::unique_lock device_lock(device_mutex_);
+    const auto last = std::move(device_);
+    has_device_.store(false, std::memory_order_release);
+    device_lock.unlock();  // its end takes as long as its calls
   }
-  device_.reset();
   p2p_->stop();
   if (hierarchy_ != nullptr) hierarchy_->remote().leave(why);
   shrink_->leave(why);

@@ -32,8 +32,9 @@ struct Request {
   // call.counts, send_counts and recv_counts point here when the request outlives its caller's arguments.
   std::vector<uint64_t> counts, send_counts, recv_counts;
   bool deterministic = false;
-  std::string refusal;               // not empty: refuse, instead of calling
-  double timeout_s = 0;              // 0: the communicator's
+  std::string refusal;          // not empty: refuse, instead of calling
+  Code refused_as = Code::kOk;  // how the call then ends here; kOk: well, whoever refuses says it himself
+  double timeout_s = 0;         // 0: the communicator's
   std::shared_ptr<DeviceTurn> turn;  // of a call on device tensors: from its making to its issue
   std::shared_ptr<DeviceEnd> end;    // once it is issued
 };
@@ -76,9 +77,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Between hosts; null when all ranks are on this one.
   HostSelector* host_selector() { return hierarchy_ == nullptr ? nullptr : &hierarchy_->selector(); }
   PointToPoint& p2p() { return *p2p_; }
-  // On CUDA; null before the first call on CUDA tensors.
+  // On CUDA; null before the first call on CUDA tensors, and once closed.
   DeviceTables& device_tables() { return device_tables_; }
-  DeviceEngine* device() const { return device_now_.load(std::memory_order_acquire); }
+  std::shared_ptr<DeviceEngine> device() const {
+    if (!has_device_.load(std::memory_order_acquire)) return nullptr;  // every call on the host asks
+    const std::lock_guard lock(device_mutex_);
+    return device_;
+  }
 
   // Fills in algorithm, tile size and hash; kValue or kType when the request cannot be served.
   Status prepare(Request* request, const char* algorithm);
@@ -123,11 +128,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status execute(Request& request, CallerHooks* hooks);
   // communicator_device.cc
   Status prepare_on_device(Request* request, const char* algorithm);
-  Status take_turn(Request* request);
+  void take_turn(Request* request);
   Status execute_on_device(Request& request, CallerHooks* hooks, double timeout_s);
   void fail_and_tell(const Status& why);
   Status device_trouble() const;
-  Status make_device(int device, CallerHooks* hooks, double timeout_s);
+  Status make_device(int device);
   Status exchange(const void* mine, size_t n_bytes, void* all, CallerHooks* hooks, double timeout_s);
   Status compare_splits(const Call& call, CallerHooks* hooks, double timeout_s);
   Status enqueue(std::unique_ptr<Request> request, std::shared_ptr<Work> work, bool small);
@@ -151,16 +156,19 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // consistent, so an inline call that ends either sees the queued job or is seen by the progress thread.
   std::atomic<bool> busy_{false};
   std::atomic<int> waiting_{0};
+  // Held from a call's turn on the device until its place among this communicator's calls (busy_, or in the
+  // queue), so that both are in one order: else two threads' calls would wait for each other.
+  std::mutex order_;
   std::mutex mutex_;
   std::condition_variable cv_;
   std::deque<Job> queue_;
   bool stop_ = false;
-  std::atomic<DeviceEngine*> device_now_{nullptr};
-  mutable std::mutex device_mutex_;  // of whoever asks it why calls have failed, against close()
   std::atomic<int> first_device_{-1};  // that of the first call on CUDA, which may still be queued
   DeviceTables device_tables_;
-  std::unique_ptr<DeviceEngine> device_;
-  bool was_shrunk_ = false;                          // it came of another one's shrink()
+  std::atomic<bool> has_device_{false};
+  mutable std::mutex device_mutex_;
+  std::shared_ptr<DeviceEngine> device_;  // changed by whoever has set busy_, under the mutex
+  bool was_shrunk_ = false;               // it came of another one's shrink()
   std::shared_ptr<DeviceHeritage> device_heritage_;  // of that one, until the first call on CUDA
   CallerHooks* device_hooks_ = nullptr;              // of the call on CUDA that is being executed
   double device_timeout_s_ = 0;

@@ -40,8 +40,9 @@ Status Communicator::prepare_on_device(Request* request, const char* algorithm) 
   return Status();
 }
 
-// From here on calls that are made later, over any communicator of this process and device, come after.
-Status Communicator::take_turn(Request* request) {
+// From here on calls that are made later, over any communicator of this process and device, come after. A
+// rank that gets no turn refuses the call, in its place: the peers would wait for it.
+void Communicator::take_turn(Request* request) {
   int first = -1;
   Status s;
   if (!first_device_.compare_exchange_strong(first, request->call.device) && first != request->call.device) {
@@ -50,16 +51,14 @@ Status Communicator::take_turn(Request* request) {
                              "on CUDA is on cuda:%d; a communicator has one device on each rank",
                              call_kind_name(request->call.sig.kind), request->call.device, first));
   } else {
-    s = DeviceTurn::take(group_->node().get(), request->call.device, request->call.stream, &request->turn);
+    s = DeviceTurn::take(request->call.device, request->call.stream, &request->turn);
   }
   if (s.ok()) {
     request->call.sig.captured = request->turn->is_captured();
-    return s;
+    return;
   }
-  Request refusal;  // the peers would wait for this rank
-  refusal.refusal = s.message();
-  const Status told = run(refusal, nullptr);
-  return s;
+  request->refusal = s.message();
+  request->refused_as = s.code();
 }
 
 Status Communicator::exchange(const void* mine, size_t n_bytes, void* all, CallerHooks* hooks,
@@ -89,7 +88,8 @@ Status Communicator::device_trouble() const {
   return hierarchy_ != nullptr ? hierarchy_->remote().lost_rank(here) : Status();
 }
 
-Status Communicator::make_device(int device, CallerHooks* hooks, double timeout_s) {
+// Within a call on CUDA, whose hooks and limit the engine's exchanges have.
+Status Communicator::make_device(int device) {
   DeviceEngine::Link link;
   link.rank = rank();
   link.n_ranks = size();
@@ -105,8 +105,11 @@ Status Communicator::make_device(int device, CallerHooks* hooks, double timeout_
   link.was_shrunk = was_shrunk_;
   link.heritage = std::move(device_heritage_);
   link.behind = [this](uint64_t number) { return group_->devices_behind(number); };
-  PYCOMM_RETURN_IF_ERROR(DeviceEngine::create(group_->node().get(), device, std::move(link), &device_));
-  device_now_.store(device_.get(), std::memory_order_release);
+  std::unique_ptr<DeviceEngine> made;
+  PYCOMM_RETURN_IF_ERROR(DeviceEngine::create(device, std::move(link), &made));
+  const std::lock_guard lock(device_mutex_);
+  device_ = std::move(made);
+  has_device_.store(true, std::memory_order_release);
   return Status();
 }
 
@@ -142,6 +145,14 @@ Status Communicator::execute_on_device(Request& request, CallerHooks* hooks, dou
   };
   const std::shared_ptr<DeviceTurn> turn = std::move(request.turn);  // over when this call is issued, or not
   if (Status s = turn->wait(hooks, [this] { return device_trouble(); }); !s.ok()) return failed(std::move(s));
+  if (device_ != nullptr && !turn->is_captured() && call.sig.kind != CallKind::kBarrier) {
+    if (Status s = device_->reserve(device_tables_, &call); !s.ok()) {
+      const std::string why = s.message();
+      PYCOMM_RETURN_IF_ERROR(hierarchy_ != nullptr ? hierarchy_->refuse(why, hooks, timeout_s)
+                                                   : engine_->refuse(why, hooks, timeout_s));
+      return s;
+    }
+  }
   Call agreement;
   agreement.sig = call.sig;
   agreement.agree_only = true;
@@ -149,12 +160,14 @@ Status Communicator::execute_on_device(Request& request, CallerHooks* hooks, dou
                                                : engine_->agree(call.sig, hooks, timeout_s));
   device_hooks_ = hooks;
   device_timeout_s_ = timeout_s;
+  const std::unique_ptr<CallerHooks*, void (*)(CallerHooks**)> until_return(
+      &device_hooks_, [](CallerHooks** here) { *here = nullptr; });  // the caller's
   if (device_ == nullptr && turn->is_captured()) {
     return Status::error(Code::kValue,
                          "the first call of a communicator on CUDA cannot be captured into a CUDA "
                          "graph: make one before the capture");
   }
-  if (device_ == nullptr) PYCOMM_RETURN_IF_ERROR(make_device(call.device, hooks, timeout_s));
+  if (device_ == nullptr) PYCOMM_RETURN_IF_ERROR(make_device(call.device));
   if (call.sig.kind == CallKind::kBarrier) return Status();  // all are here, and know their devices
   if (call.sig.kind == CallKind::kAllToAll) {
     Status s = compare_splits(call, hooks, timeout_s);

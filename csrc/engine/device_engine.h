@@ -43,9 +43,8 @@ bool device_way_is_deterministic(uint8_t way);
 
 class DeviceTurn {
  public:
-  // What is on the caller's `stream` by now comes before the call. `process` tells ranks of one process
-  // apart.
-  static Status take(const Node* process, int device, void* stream, std::shared_ptr<DeviceTurn>* out);
+  // What is on the caller's `stream` by now comes before the call.
+  static Status take(int device, void* stream, std::shared_ptr<DeviceTurn>* out);
   // Not kOk: `hooks` or `trouble` ended the wait for the earlier ones.
   Status wait(CallerHooks* hooks, const std::function<Status()>& trouble);
   // The caller's stream is captured into a CUDA graph: the call runs when that is replayed.
@@ -114,11 +113,17 @@ class DeviceEngine {
   static bool is_emulated();  // tests/cuda_on_cpu: all memory is the host's
 
   // Collective. All ranks get the same outcome.
-  static Status create(const Node* process, int device, Link link, std::unique_ptr<DeviceEngine>* out);
+  static Status create(int device, Link link, std::unique_ptr<DeviceEngine>* out);
   // What is on the stream ends first, or is aborted; what cannot be ended is kept, and said in the log.
   ~DeviceEngine();
 
   int device() const;
+  // Frees device memory that another allocator of this process (torch's) keeps for later; called when there
+  // is none left, by any thread, before the call is given up.
+  static void set_free_cached(void (*free_cached)());
+  // Before ranks agree on the call: what a call not captured takes of scratch, as far as it is known by now.
+  // kSystem: there is no memory, and this rank alone must refuse the call.
+  Status reserve(const DeviceTables& tables, Call* call);
   // kValue, the same on all ranks that agreed on the call, when nothing can run it: nothing was launched.
   Status choose(const DeviceTables& tables, Call* call) const;
   // Issues it. A failure has failed the communicator, but where the call was to be captured: kValue then.

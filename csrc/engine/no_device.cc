@@ -21,7 +21,7 @@ const char* device_way_name(uint8_t) { return ""; }
 bool device_way_is_deterministic(uint8_t) { return false; }
 Status find_device_way(CallKind, const std::string&, uint8_t*) { return no(); }
 
-Status DeviceTurn::take(const Node*, int, void*, std::shared_ptr<DeviceTurn>*) { return no(); }
+Status DeviceTurn::take(int, void*, std::shared_ptr<DeviceTurn>*) { return no(); }
 Status DeviceTurn::wait(CallerHooks*, const std::function<Status()>&) { return no(); }
 bool DeviceTurn::is_captured() const { return false; }
 DeviceTurn::~DeviceTurn() = default;
@@ -38,7 +38,9 @@ int DeviceEngine::device_count() { return 0; }
 bool DeviceEngine::is_emulated() { return false; }
 DeviceEngine::DeviceEngine() = default;
 DeviceEngine::~DeviceEngine() = default;
-Status DeviceEngine::create(const Node*, int, Link, std::unique_ptr<DeviceEngine>*) { return no(); }
+void DeviceEngine::set_free_cached(void (*)()) {}
+Status DeviceEngine::reserve(const DeviceTables&, Call*) { return no(); }
+Status DeviceEngine::create(int, Link, std::unique_ptr<DeviceEngine>*) { return no(); }
 int DeviceEngine::device() const { return -1; }
 Status DeviceEngine::choose(const DeviceTables&, Call*) const { return no(); }
 Status DeviceEngine::run(const Call&, const DeviceTurn&, double, std::shared_ptr<DeviceEnd>*) { return no(); }

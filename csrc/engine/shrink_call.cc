@@ -56,7 +56,7 @@ Status Communicator::shrink(const std::vector<int>& exclude, double timeout_s, C
   }
   PYCOMM_RETURN_IF_ERROR(make_child(members, offsets, ~uint64_t{0}, out));
   (*out)->was_shrunk_ = true;
-  if (device() != nullptr) (*out)->device_heritage_ = device()->bequeath(std::move(left_out));
+  if (const auto engine = device()) (*out)->device_heritage_ = engine->bequeath(std::move(left_out));
   return Status();
 }
 

@@ -21,8 +21,10 @@ from pycomm.ddp.error_feedback import ErrorFeedback
 from pycomm.ddp.mixed_precision import fault_of_precision, reduction
 from pycomm.ddp.plan import Overlap, Settings
 from pycomm.ddp.structure import is_refused
+from pycomm.ddp.sync_batch_norm import has_sync_batch_norm
 from pycomm.ddp.wire import WIRE_DTYPES
 from pycomm.initialize import init
+from pycomm.placement import cuda_index
 
 __all__ = ["Arguments", "communicator_for", "first_fault", "group_for", "settings_from"]
 
@@ -207,9 +209,9 @@ def _torch_deprecates_it() -> bool:
     return "forward_sync_buffers" in inspect.signature(Torchs.__init__).parameters
 
 
-def chosen_overlap(overlap: str | None, comm: Communicator, on_cuda: bool) -> str:
+def chosen_overlap(overlap: str | None, comm: Communicator, module: nn.Module) -> str:
     """The argument, the environment, or what suits the network, the machine's cores, or the GPU."""
-    return overlap or os.environ.get(OVERLAP_VARIABLE) or _default_overlap(comm, on_cuda)
+    return overlap or os.environ.get(OVERLAP_VARIABLE) or _default_overlap(comm, module)
 
 
 def agreed_overlap(comm: Communicator, overlap: str) -> str:
@@ -223,14 +225,17 @@ def agreed_overlap(comm: Communicator, overlap: str) -> str:
     return str(by_eagerness[int(mine)])
 
 
-def _default_overlap(comm: Communicator, on_cuda: bool) -> Overlap:
+def _default_overlap(comm: Communicator, module: nn.Module) -> Overlap:
     """Inside a host a thread that reduces beside backward pays only where it has a core to itself.
 
     Between hosts it mostly waits for the network, which needs none; and of gradients on a GPU it only puts
-    the reduction on a stream.
+    the reduction on a stream. But a GPU's calls have one order over all communicators, and SyncBatchNorm's in
+    backward come before a bucket's on one rank and after it on another, where the ranks' graphs differ.
     """
+    if any(cuda_index(p) >= 0 for p in module.parameters()):
+        return "end" if has_sync_batch_norm(module) else "async"
     several_hosts = len(set(comm._c.hosts)) > 1
-    return "async" if on_cuda or several_hosts or has_a_core_each(comm.size) else "end"
+    return "async" if several_hosts or has_a_core_each(comm.size) else "end"
 
 
 def has_a_core_each(n_local_ranks: int) -> bool:

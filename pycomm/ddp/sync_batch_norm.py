@@ -2,8 +2,10 @@
 
 torch's layer refuses CPU tensors, and on CUDA wants a process group of NCCL's. The wrapper gives each such
 layer a class with a forward of our own; it stays an instance of torch's, with the same parameters, buffers
-and state_dict. Its collectives use a communicator of their own, so they need not keep any order with the
-reduction of gradients. On CUDA nothing in it waits for the GPU.
+and state_dict. Its collectives use a communicator of their own. On the host they therefore need not keep any
+order with the reduction of gradients; on CUDA the calls of all communicators have one order, so gradients
+are reduced when backward is over (``overlap="end"``) unless the caller says otherwise. Nothing in it waits
+for the GPU.
 
 With n_r elements of a channel on rank r, their mean m_r and biased variance v_r, and N = Σ n_r, one
 all_gather of (m, v, n) gives m = Σ n_r m_r / N and v = Σ n_r (v_r + (m_r − m)²) / N, in the order of ranks,

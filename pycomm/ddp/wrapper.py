@@ -117,7 +117,8 @@ class DistributedDataParallel(TorchNames):
             256 elements, too. With torch's GradScaler, what is kept has the scale of its step.
         overlap: "async": buckets are reduced by a thread while backward goes on; "inline": in backward's
             thread as soon as they are complete; "end": when backward is over. The last of these that any rank
-            has. None: PYCOMM_DDP_OVERLAP, else "async" with two cores a rank, else "end". Same results.
+            has. None: PYCOMM_DDP_OVERLAP, else "async" on a GPU (but "end" with SyncBatchNorm) and with two
+            cores a rank, else "end". Same results.
         check_consistency_every: :meth:`check_consistency` before every so many synced forwards; 0: never.
 
     Attributes:
@@ -201,7 +202,7 @@ class DistributedDataParallel(TorchNames):
             bucket_cap_mb_list,
             compression,
             error_feedback,
-            chosen_overlap(overlap, self.communicator, any(p.is_cuda for p in module.parameters())),
+            chosen_overlap(overlap, self.communicator, module),
             device_ids,
             output_device,
             delayed,

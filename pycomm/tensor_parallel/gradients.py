@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.communicator import Communicator
+from pycomm.optim import squares
 from pycomm.tensor_parallel.group import Group, communicator_of
 from pycomm.tensor_parallel.parameters import ParameterShard, check_notes, shard_index
 
@@ -67,21 +68,37 @@ def _counted(parameter: Tensor, shard: ParameterShard | None) -> list[Tensor]:
     return [gradient.narrow(shard.dim, at, stop - start) for (start, stop), at in owned]
 
 
-def _norm(gradient: Any, p: float) -> Tensor:
-    wide = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
-    norm: Any = torch.linalg.vector_norm(gradient, p, dtype=wide)
-    if hasattr(norm, "full_tensor"):  # of FSDP2: over its ranks
-        norm = norm.full_tensor()
-    plain: Tensor = norm.to("cpu", torch.float64)
-    return plain
+class _Parts:
+    """Gradients of which one norm is to be known: the host waits once a device, not once a gradient."""
 
+    def __init__(self, p: float) -> None:
+        self._p = p
+        self._powers: dict[torch.device, list[Tensor]] = {}
+        self._alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
 
-def _total(norms: list[Tensor], p: float) -> Tensor:
-    """The p-th power of the norm of all, or the norm itself where p is infinite."""
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device="cpu")
-    stacked = torch.stack(norms)
-    return stacked.max() if math.isinf(p) else stacked.pow(p).sum()
+    def add(self, gradient: Any) -> None:
+        """Collective where it is FSDP2's."""
+        if self._p == 2.0 and not hasattr(gradient, "full_tensor"):
+            self._alike.setdefault((gradient.device, gradient.dtype), []).append(gradient.detach())
+            return
+        wide = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
+        norm: Any = torch.linalg.vector_norm(gradient, self._p, dtype=wide)
+        if hasattr(norm, "full_tensor"):  # over the ranks that have parts
+            norm = norm.full_tensor()
+        norm = norm.double()
+        power = norm if math.isinf(self._p) else norm.pow(self._p)
+        self._powers.setdefault(norm.device, []).append(power)
+
+    def total(self) -> Tensor:
+        """The p-th power of the norm of all, or the norm itself where p is infinite."""
+        powers = {device: list(some) for device, some in self._powers.items()}
+        for (device, _), gradients in self._alike.items():
+            powers.setdefault(device, []).append(squares(gradients)[0])
+        each = [self._joined(torch.stack(some)).cpu() for some in powers.values()]
+        return self._joined(torch.stack([torch.zeros((), dtype=torch.float64, device="cpu"), *each]))
+
+    def _joined(self, values: Tensor) -> Tensor:
+        return values.max() if math.isinf(self._p) else values.sum()
 
 
 def clip_grad_norm_(
@@ -129,17 +146,19 @@ def clip_grad_norm_(
     given = _unique(parameters)
     index = shard_index()
     skipped = {id(parameter) for parameter in counted_elsewhere}
-    norms: dict[int | None, list[Tensor]] = {}
+    parts: dict[int | None, _Parts] = {}
     for parameter in given:
         if parameter.grad is None or id(parameter) in skipped:
             continue
         shard = index.get(id(parameter))
-        mine = norms.setdefault(None if shard is None else id(shard.comm), [])
-        mine.extend(_norm(gradient, p) for gradient in _counted(parameter, shard))
-    total = _total(norms.get(None, []), p)
+        mine = parts.setdefault(None if shard is None else id(shard.comm), _Parts(p))
+        for gradient in _counted(parameter, shard):
+            mine.add(gradient)
+    none = _Parts(p)
+    total = parts.get(None, none).total()
     for comm in _communicators(given, index, mesh, "clip_grad_norm_"):
         table = torch.empty(comm.size, 2, dtype=torch.float64, device="cpu")
-        comm.all_gather(table, torch.stack([_total(norms.get(id(comm), []), p), total]))
+        comm.all_gather(table, torch.stack([parts.get(id(comm), none).total(), total]))
         shards = table[:, 0].max() if math.isinf(p) else table[:, 0].sum()
         total = _joined(table[0, 1], shards, p)
     if pipeline_group is not None:
@@ -180,7 +199,7 @@ def has_overflow(parameters: Parameters, *, mesh: Group = None, pipeline_group: 
         True
     """
     given = _unique(parameters)
-    found = torch.zeros(1, dtype=torch.int32, device="cpu")
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     meshes: dict[DeviceMesh, None] = {}  # of FSDP2, whose ranks have other parts of the same gradient
     for parameter in given:
         gradient: Any = parameter.grad
@@ -189,7 +208,13 @@ def has_overflow(parameters: Parameters, *, mesh: Group = None, pipeline_group: 
         if hasattr(gradient, "to_local"):
             meshes[gradient.device_mesh] = None
             gradient = gradient.to_local()
-        found |= int(not bool(torch.isfinite(gradient).all()))
+        if gradient.numel() > 0:
+            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient.detach())
+    odd: dict[torch.device, Tensor] = {}  # the host waits once for each device
+    for (device, _), gradients in alike.items():
+        n_odd = squares(gradients)[1]
+        odd[device] = odd[device] + n_odd if device in odd else n_odd
+    found = torch.tensor([int(any(int(n) > 0 for n in odd.values()))], dtype=torch.int32, device="cpu")
     for over in meshes:
         for dim in range(over.ndim):
             communicator_of(over.get_group(dim), who="has_overflow").all_reduce(found, op="max")

@@ -170,6 +170,14 @@ cudaError_t cudaMalloc(void** p, size_t n_bytes) {
     *p = nullptr;
     return cudaSuccess;
   }
+  int device = -1;
+  size_t most = 0;
+  const char* const limit = std::getenv("CUDA_ON_CPU_LARGEST");
+  if (limit != nullptr && std::sscanf(limit, "%d:%zu", &device, &most) == 2 && device == current_device() &&
+      n_bytes > most) {
+    *p = nullptr;
+    return report(cudaErrorMemoryAllocation);
+  }
   return allocate(p, n_bytes, Kind::kDevice);
 }
 cudaError_t cudaFree(void* p) { return free_allocation(p, Kind::kDevice); }

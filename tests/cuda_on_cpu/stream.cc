@@ -1,7 +1,8 @@
 // Streams and events: queues of tasks with an OS thread each. See grid.h.
 //
-// An event holds how often it was recorded and how often a record has been reached; waiting for it means
-// waiting for the record that was the last one when the wait was called. With Settings::seed a stream waits
+// An event holds how often it was recorded and which records have not been reached; waiting for it means
+// waiting for the record that was the last one when the wait was called, also when a later one, on another
+// stream, is reached before. With Settings::seed a stream waits
 // up to 200 microseconds before some of its tasks, so that work that only seems ordered is caught. Handles
 // are kept alive by the tasks that use them, so they may be destroyed at any time, as CUDA's. Whether a
 // stream is captured, and what that forbids, is asked first (graph.h).
@@ -89,17 +90,19 @@ class Stream {
 struct Event {
   std::mutex mutex;
   std::condition_variable reached;
-  uint64_t n_recorded = 0, n_reached = 0;
+  uint64_t n_recorded = 0;
+  std::set<uint64_t> under_way;  // records that are not reached
   std::chrono::steady_clock::time_point time;
 
   uint64_t begin_record() {
     const std::lock_guard lock(mutex);
-    return ++n_recorded;
+    under_way.insert(++n_recorded);
+    return n_recorded;
   }
   void reach(uint64_t record) {
     const std::lock_guard lock(mutex);
-    n_reached = std::max(n_reached, record);
-    time = std::chrono::steady_clock::now();
+    under_way.erase(record);
+    if (record == n_recorded) time = std::chrono::steady_clock::now();
     reached.notify_all();
   }
   uint64_t last_record() {
@@ -108,8 +111,9 @@ struct Event {
   }
   void wait_for(uint64_t record) {
     std::unique_lock lock(mutex);
-    reached.wait(lock, [&] { return n_reached >= record; });
+    reached.wait(lock, [&] { return !under_way.contains(record); });
   }
+  bool passed() const { return !under_way.contains(n_recorded); }  // by whoever holds the mutex
 };
 
 // All streams and events; never freed, since tasks may run until the process ends.
@@ -299,7 +303,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   const cudaError_t broken = device_error(current_device());
   if (broken != cudaSuccess) return report(broken);
   const std::lock_guard lock(e->mutex);
-  return report(e->n_reached >= e->n_recorded ? cudaSuccess : cudaErrorNotReady);
+  return report(e->passed() ? cudaSuccess : cudaErrorNotReady);
 }
 
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
@@ -310,7 +314,7 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
   }
   const std::scoped_lock lock(a->mutex, b->mutex);
   if (a->n_recorded == 0 || b->n_recorded == 0) return report(cudaErrorInvalidResourceHandle);
-  if (a->n_reached < a->n_recorded || b->n_reached < b->n_recorded) return report(cudaErrorNotReady);
+  if (!a->passed() || !b->passed()) return report(cudaErrorNotReady);
   *ms = std::chrono::duration<float, std::milli>(b->time - a->time).count();
   return cudaSuccess;
 }

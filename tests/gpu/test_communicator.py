@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import pycomm
-from cases import check, expected, values
+from cases import check, expected, raises, values
 from pycomm import devices
 from pycomm.calling import KINDS
 from ranks import run_ranks
@@ -153,6 +153,49 @@ def test_streams_order_calls_and_keep_tensors(size: int) -> None:
     run_ranks(size, streams, timeout=240)
 
 
+def staged_results(rank: int, size: int) -> None:
+    """Copies of what is not contiguous come back on the call's stream, whoever looks first, and where."""
+    device = devices.take()
+    side = torch.cuda.Stream(device)
+    want = expected("sum", [values(q, 2_000_002, torch.float32)[1::2] for q in range(size)])
+    with pycomm.init(timeout=120) as comm:
+        for k in range(8):
+            with torch.cuda.stream(side):
+                odd = values(rank, 2_000_002, torch.float32).to(device)[1::2]
+                work = comm.all_reduce(odd, async_op=True)
+                torch.cuda._sleep(20_000_000)  # the copy comes behind this
+            if k % 4 == 1:
+                while not work.is_completed():
+                    pass
+            elif k % 4 == 2:
+                work.get_future().wait()
+            elif k % 4 == 3:  # the sweep of another call finds it done, and another stream waits for it
+                comm.all_reduce(torch.ones(1, device=device))
+                torch.cuda.synchronize(device)
+                comm.all_reduce(torch.ones(1, device=device), async_op=True).wait()
+                side = torch.cuda.Stream(device)
+            with torch.cuda.stream(side if k % 4 == 3 else torch.cuda.current_stream(device)):
+                work.wait()
+                got = odd.clone()
+            torch.cuda.synchronize(device)
+            check(got.cpu(), want, k)
+        with torch.cuda.stream(side):
+            message = torch.empty(1_000_001, device=device)
+            torch.cuda._sleep(20_000_000)
+            message.fill_(-1.0)  # the message is written behind this
+            receives = comm.irecv(message, (rank - 1) % size)
+        sends = comm.isend(torch.full((1_000_001,), float(rank), device=device), (rank + 1) % size)
+        receives.wait()
+        check(message.clone().cpu(), torch.full((1_000_001,), float((rank - 1) % size)), "irecv")
+        sends.wait()
+
+
+@needs_streams
+@pytest.mark.parametrize("size", RANKS)
+def test_staged_results_come_on_the_calls_stream(size: int) -> None:
+    run_ranks(size, staged_results, timeout=240)
+
+
 # ---- training -------------------------------------------------------------------------------------------
 
 
@@ -213,3 +256,97 @@ def captured(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", RANKS)
 def test_all_reduce_in_a_graph(size: int) -> None:
     run_ranks(size, captured, timeout=240)
+
+
+# ---- what is refused, before any launch -----------------------------------------------------------------
+
+
+def refusals(rank: int, size: int) -> None:
+    """Each is wrong on rank 1 alone; all ranks hear of it, and the communicator stays usable."""
+    device = devices.take()
+    with pycomm.init(timeout=60) as comm:
+
+        def right() -> None:
+            check(comm.all_reduce(torch.ones(7, device=device)).cpu(), torch.full((7,), float(size)), "right")
+
+        def refused(kind: type[Exception], words: str, wrong: Callable[[], object]) -> None:
+            if rank == 1:
+                with raises(kind, words):
+                    wrong()
+            else:
+                with raises(pycomm.CommError, "rank 1 refused its call", words):
+                    right()
+            right()
+
+        right()
+        here, there = torch.ones(7, device=device), torch.ones(7)
+        refused(ValueError, "too_many is not", lambda: comm.all_reduce(here, algorithm="too_many is not"))
+        refused(ValueError, "op 'band' is not defined", lambda: comm.all_reduce(here, "band"))
+        if not devices.is_emulated():  # there every tensor is the device's
+            refused(ValueError, "input is on cuda", lambda: comm.all_reduce(here, out=there))
+            refused(ValueError, "input is on CPU", lambda: comm.all_reduce(there, out=here))
+            refused(ValueError, "element 1 is on CPU", lambda: comm.all_reduce([here, there]))
+        if not devices.is_emulated() and torch.cuda.device_count() > 1:
+            index = (torch.cuda.current_device() + 1) % torch.cuda.device_count()
+            other = torch.ones(7, device=f"cuda:{index}")
+            refused(ValueError, f"the tensors are on cuda:{index}", lambda: comm.all_reduce(other))
+            refused(ValueError, "element 1 is on", lambda: comm.all_reduce([here, other]))
+        # What an algorithm has not is the same on all ranks.
+        for way, dtype in (("nccl", torch.int16), ("nccl", torch.bool), ("nccl", torch.float8_e4m3fn)):
+            if way in comm._c.device_algorithms(KINDS["all_reduce"]):
+                with raises(pycomm.ScheduleError, "NCCL has no max of"):
+                    comm.all_reduce(torch.ones(7, device=device).to(dtype), "max", algorithm=way)
+                right()
+
+
+@pytest.mark.parametrize("size", RANKS)
+def test_refusals_are_told_to_all_ranks(size: int) -> None:
+    run_ranks(size, refusals, timeout=120)
+
+
+def host_on_one_rank(rank: int, size: int) -> None:
+    device = devices.take()
+    with pycomm.init(timeout=60) as comm, pytest.raises(pycomm.MismatchError, match="on CUDA"):
+        comm.all_reduce(torch.ones(7, device=device if rank == 0 else "cpu"))
+
+
+@needs_streams
+def test_the_host_on_one_rank_and_a_gpu_on_another() -> None:
+    run_ranks(2, host_on_one_rank, timeout=120)
+
+
+def uncapturable(rank: int, size: int) -> None:
+    device = devices.take()
+    with pycomm.init(timeout=60) as comm:
+        x = torch.ones(7, device=device)
+        side = torch.cuda.Stream(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(side):
+            graph.capture_begin(capture_error_mode="thread_local")
+            with raises(ValueError, "the first call of a communicator on CUDA cannot be captured"):
+                comm.all_reduce(x)
+            graph.capture_end()
+        check(comm.all_reduce(x).cpu(), torch.full((7,), float(size)), "after the capture")
+
+
+@needs_streams
+def test_a_first_call_is_not_captured() -> None:
+    run_ranks(2, uncapturable, timeout=120)
+
+
+def of_expandable_segments(rank: int, size: int) -> None:
+    """Memory that CUDA's IPC cannot share: it is staged."""
+    device = devices.take()
+    with pycomm.init(timeout=60) as comm:
+        for way in ways(comm, device, "all_reduce"):
+            for count in (1_003, 5_000_011):
+                x = values(rank, count, torch.float32).to(device)
+                want = expected("sum", [values(q, count, torch.float32) for q in range(size)])
+                check(comm.all_reduce(x, algorithm=way).cpu(), want, way, count)
+
+
+@needs_streams
+@pytest.mark.parametrize("size", RANKS)
+def test_memory_of_expandable_segments(size: int) -> None:
+    segments = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    run_ranks(size, of_expandable_segments, env=segments, timeout=240)

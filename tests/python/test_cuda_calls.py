@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+
 import pytest
 import torch
 
@@ -59,6 +63,78 @@ def in_the_arena(rank: int, size: int) -> None:
 
 def test_memory_that_peers_reach() -> None:
     run_ranks(3, in_the_arena)
+
+
+def refused_in_the_first_call(rank: int, size: int) -> None:
+    """Each time rank 1 alone is wrong, where ``empty`` is still collective; then all are right."""
+    mine = f"cuda:{rank}"
+    wrong: list[tuple[type[Exception], str, tuple, dict]] = [
+        (TypeError, "uint16", (3,), {"dtype": torch.uint16, "device": mine}),
+        (TypeError, "a size", ("x",), {"device": mine}),
+        (ValueError, "too many bytes", (1 << 62, 1 << 62), {"device": mine}),
+        (TypeError, "empty: device", (3,), {"device": 1.5}),
+        (pycomm.CommError, "cudaSetDevice(99)", (3,), {"device": "cuda:99"}),
+    ]
+    with pycomm.init(timeout=30) as comm:
+        for kind, text, shape, options in wrong:
+            if rank == 1:
+                with raises(kind, text):
+                    comm.empty(*shape, **options)
+            else:
+                with raises(pycomm.CommError, "rank 1 refused its call", text):
+                    comm.empty(3, device=mine)
+            assert comm._c.device == -1
+        comm.all_reduce(comm.empty(3, device=mine))
+
+
+def test_the_first_empty_is_refused_on_all_ranks() -> None:
+    run_ranks(3, refused_in_the_first_call)
+
+
+def two_inits(rank: int, size: int) -> None:
+    """As two DDPs make, each by an init() of its own: their calls are in one order, that of the program."""
+    with pycomm.init(timeout=30) as one, pycomm.init(timeout=30) as other:
+        works = []
+        for k in range(60):
+            for comm in (one, other) if k % 3 else (other, one):
+                t = torch.full((50,), float(rank + k))
+                works.append((comm.all_reduce(t, async_op=True, algorithm="nccl"), t, k))
+        for work, t, k in works:
+            work.wait()
+            assert float(t[0]) == sum(range(size)) + size * k
+
+
+@pytest.mark.timeout(120)
+def test_communicators_of_two_inits_have_one_order() -> None:
+    run_ranks(2, two_inits)
+
+
+def close_with_a_call_that_hangs(rank: int, size: int) -> float:
+    """The longest that another thread had to wait for the GIL."""
+    comm = pycomm.init(timeout=4)
+    comm.all_reduce(torch.ones(1), algorithm="nccl")
+    comm.all_reduce(torch.ones(1), algorithm="nccl", async_op=True)  # the one that stays on the stream
+    longest, stop = 0.0, threading.Event()
+
+    def tick() -> None:
+        nonlocal longest
+        last = time.monotonic()
+        while not stop.wait(0.01):
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin = time.monotonic()
+    with contextlib.suppress(pycomm.CommError):
+        comm.close()
+    stop.set()
+    thread.join()
+    return longest / (time.monotonic() - begin)
+
+
+def test_close_lets_other_threads_run() -> None:
+    fault = {"LOOPBACK_NCCL_FAULT": "stall=0:1,stall=1:1"}
+    assert max(run_ranks(2, close_with_a_call_that_hangs, env=fault)) < 0.5
 
 
 def tables(rank: int, size: int) -> None:

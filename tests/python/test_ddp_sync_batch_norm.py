@@ -88,6 +88,53 @@ def test_statistics_and_gradients_are_those_of_the_concatenated_batch(size, opti
             torch.testing.assert_close(copied[name], p.grad, rtol=1e-8, atol=1e-11)
 
 
+class Branched(nn.Module):
+    """``extra`` is of rank 0's graph alone, and its gradients are the first that come there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.SyncBatchNorm(4)
+        self.head = nn.Linear(4, 2)
+        self.extra = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, has_extra: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.norm(self.conv(x))).mean(dim=(2, 3))
+        out = self.head(hidden)
+        return out + has_extra[:, None] * self.extra(hidden) if bool(has_extra.any()) else out
+
+
+def branched(rank, size):
+    torch.manual_seed(3)
+    net = Branched().double()
+    comm = pycomm.init(timeout=30)
+    ddp = pycomm.DistributedDataParallel(
+        net, communicator=comm, find_unused_parameters=True, bucket_cap_mb=1e-5
+    )
+    x = data(0, rank, True)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(x, torch.full((len(x),), float(rank == 0), dtype=x.dtype)).square().sum().backward()
+    assert len(ddp.buckets) > 2
+    return {name: p.grad.clone() for name, p in net.named_parameters()}
+
+
+@pytest.mark.timeout(120)
+def test_graphs_that_differ():
+    """The layer's calls in backward and the buckets' come in another order on each rank."""
+    size = 2
+    found = run_ranks(size, branched)
+    torch.manual_seed(3)
+    net = Branched().double()
+    net.norm = nn.BatchNorm2d(4).double()
+    x = torch.cat([data(0, rank, True) for rank in range(size)])
+    first = (torch.arange(len(x)) < len(data(0, 0, True))).double()
+    (net(x, first).square().sum() / size).backward()
+    for gradients in found:
+        for name, p in net.named_parameters():
+            torch.testing.assert_close(gradients[name], p.grad, rtol=1e-8, atol=1e-11)
+
+
 def penalty(net, x, weight):
     """A gradient penalty with a loss: second derivatives of every parameter and of x."""
     out = net(x)

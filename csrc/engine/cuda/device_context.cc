@@ -1,6 +1,7 @@
 #include "engine/cuda/device_context.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <map>
 
@@ -10,15 +11,16 @@ namespace pycomm::cuda {
 
 namespace {
 std::mutex all_mutex;
-std::map<std::pair<const Node*, int>, std::weak_ptr<DeviceContext>>& all_contexts() {
-  static auto* const all = new std::map<std::pair<const Node*, int>, std::weak_ptr<DeviceContext>>;
+std::atomic<void (*)()> free_cached{nullptr};
+std::map<int, std::weak_ptr<DeviceContext>>& all_contexts() {
+  static auto* const all = new std::map<int, std::weak_ptr<DeviceContext>>;
   return *all;
 }
 }  // namespace
 
-Status DeviceContext::get(const Node* process, int device, std::shared_ptr<DeviceContext>* out) {
+Status DeviceContext::get(int device, std::shared_ptr<DeviceContext>* out) {
   const std::lock_guard lock(all_mutex);
-  std::weak_ptr<DeviceContext>& known = all_contexts()[{process, device}];
+  std::weak_ptr<DeviceContext>& known = all_contexts()[device];
   if ((*out = known.lock()) != nullptr) return Status();
   const DeviceGuard guard(device);
   PYCOMM_RETURN_IF_ERROR(guard.status());
@@ -43,17 +45,23 @@ DeviceContext::~DeviceContext() {
   for (void* const p : blocks_) (void)cudaFree(p);
 }
 
+void DeviceContext::set_free_cached(void (*free)()) { free_cached.store(free); }
+
 Status DeviceContext::scratch(size_t n_bytes, std::byte** p) {
   if (n_bytes > n_scratch_bytes_) {
-    const size_t more = std::max({n_bytes, 2 * n_scratch_bytes_, size_t{1} << 20});
+    size_t got = std::max({n_bytes, n_scratch_bytes_ / 4 * 5, size_t{1} << 20});
     void* block = nullptr;
-    cudaError_t error = cudaMalloc(&block, more);
-    size_t got = more;
-    if (error != cudaSuccess && more > n_bytes) {
+    cudaError_t error = cudaMalloc(&block, got);
+    if (error == cudaErrorMemoryAllocation) {
       (void)cudaGetLastError();
+      if (void (*const free)() = free_cached.load()) free();
       error = cudaMalloc(&block, got = n_bytes);
+      if (error == cudaErrorMemoryAllocation) (void)cudaGetLastError();
     }
-    PYCOMM_RETURN_IF_ERROR(cuda_status(error, format("cudaMalloc of %zu bytes of scratch", got)));
+    PYCOMM_RETURN_IF_ERROR(cuda_status(
+        error,
+        format("cudaMalloc of %zu bytes of scratch on CUDA device %d, beside what torch and others use", got,
+               device_)));
     blocks_.push_back(block);
     n_scratch_bytes_ = got;
   }

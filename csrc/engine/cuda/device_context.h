@@ -6,9 +6,10 @@
 // calls in the same order on all ranks, over whatever communicators, therefore issue them in one order
 // everywhere, without which NCCL and kernels that wait for peers deadlock.
 //
-// A rank is a process; tests have ranks as threads, which their Node tells apart. Scratch only grows: what
-// was outgrown stays until the context goes, since cudaFree would wait for kernels that wait for peers. Any
-// thread, but scratch and streams: by whoever holds issuing().
+// All of a process, whatever pycomm.init() they come from. A rank is a process; tests that have ranks as
+// threads give each a device of its own. Scratch only grows, by a quarter at least: what was outgrown stays
+// until the context goes, since cudaFree would wait for kernels that wait for peers. Any thread, but scratch
+// and streams: by whoever holds issuing().
 #pragma once
 
 #include <condition_variable>
@@ -19,16 +20,12 @@
 
 #include "engine/cuda/streams.h"
 
-namespace pycomm {
-class Node;
-}
-
 namespace pycomm::cuda {
 
 class DeviceContext {
  public:
-  // The one of this process and device, made when there is none.
-  static Status get(const Node* process, int device, std::shared_ptr<DeviceContext>* out);
+  // The one of this device, made when there is none.
+  static Status get(int device, std::shared_ptr<DeviceContext>* out);
   // What is on its streams does not end: it stays until the process ends, and get() makes another one.
   static void keep(std::shared_ptr<DeviceContext> context);
   ~DeviceContext();
@@ -36,7 +33,8 @@ class DeviceContext {
   int device() const { return device_; }
   DeviceStreams& streams() { return *streams_; }
   std::mutex& issuing() { return issuing_; }
-  Status scratch(size_t n_bytes, std::byte** p);  // aligned to 256
+  Status scratch(size_t n_bytes, std::byte** p);  // aligned to 256; kSystem: no memory, nothing has changed
+  static void set_free_cached(void (*free_cached)());
   bool has_scratch(size_t n_bytes) const { return n_bytes <= n_scratch_bytes_; }
 
   Status take_event(Event* out);

@@ -8,9 +8,9 @@ namespace pycomm {
 
 // ---- turns
 
-Status DeviceTurn::take(const Node* process, int device, void* stream, std::shared_ptr<DeviceTurn>* out) {
+Status DeviceTurn::take(int device, void* stream, std::shared_ptr<DeviceTurn>* out) {
   std::shared_ptr<cuda::DeviceContext> context;
-  PYCOMM_RETURN_IF_ERROR(cuda::DeviceContext::get(process, device, &context));
+  PYCOMM_RETURN_IF_ERROR(cuda::DeviceContext::get(device, &context));
   const DeviceGuard guard(device);
   PYCOMM_RETURN_IF_ERROR(guard.status());
   std::shared_ptr<cuda::HeldEvent> ready;

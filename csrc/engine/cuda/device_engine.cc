@@ -188,7 +188,7 @@ Status DeviceEngine::Impl::need_nccl(double timeout_s) {
   return Status();
 }
 
-Status DeviceEngine::create(const Node* process, int device, Link link, std::unique_ptr<DeviceEngine>* out) {
+Status DeviceEngine::create(int device, Link link, std::unique_ptr<DeviceEngine>* out) {
   std::unique_ptr<DeviceEngine> made(new DeviceEngine);
   Impl& d = *made->impl_;
   d.link = std::move(link);
@@ -200,7 +200,7 @@ Status DeviceEngine::create(const Node* process, int device, Link link, std::uni
 
   Facts mine;
   mine.device = device;
-  Status own = cuda::DeviceContext::get(process, device, &d.context);
+  Status own = cuda::DeviceContext::get(device, &d.context);
   if (own.ok()) own = gather_facts(device, &mine);
   const nccl::Library* library = nullptr;
   const Status found = nccl::open(&library);

@@ -281,6 +281,27 @@ Status DeviceEngine::Impl::mark_end(bool is_captured, bool is_whole, const Call&
   return Status();
 }
 
+void DeviceEngine::set_free_cached(void (*free_cached)()) {
+  cuda::DeviceContext::set_free_cached(free_cached);
+}
+
+Status DeviceEngine::reserve(const DeviceTables& tables, Call* call) {
+  Impl& d = *impl_;
+  const uint8_t asked = call->sig.algorithm;  // what ranks compare
+  size_t n_in = 0, n_out = 0, n_way = 0;
+  Status s = choose(tables, call);
+  const bool is_known = s.ok() && (!d.needs_nccl(*call) || d.comm.valid()) &&
+                        d.all_scratch_bytes(*call, &n_in, &n_out, &n_way).ok();
+  call->sig.algorithm = asked;
+  if (!is_known) return Status();  // its first call, or one that all ranks refuse
+  const std::lock_guard lock(d.context->issuing());
+  if (d.context->has_scratch(n_in + n_out + n_way)) return Status();
+  const DeviceGuard guard(d.device);
+  PYCOMM_RETURN_IF_ERROR(guard.status());
+  std::byte* ignored = nullptr;
+  return d.context->scratch(n_in + n_out + n_way, &ignored).within(call->sig.text());
+}
+
 Status DeviceEngine::run(const Call& call, const DeviceTurn& turn, double timeout_s,
                          std::shared_ptr<DeviceEnd>* end) {
   Impl& d = *impl_;

@@ -251,6 +251,46 @@ TEST(DeviceCalls, PushedOverPcie) {
   });
 }
 
+// Threads of every rank call at once, over one communicator. The calls are alike, so any order serves them.
+void sum_often(const DeviceRank& self) {
+  const std::vector<float> v(50, static_cast<float>(self.rank + 1));
+  const auto* bytes = reinterpret_cast<const uint8_t*>(v.data());
+  OnStream tensor(self.stream, 200);
+  for (int i = 0; i < 300; i++) {
+    tensor.put(Bytes(bytes, bytes + 200));
+    auto r =
+        std::make_unique<Request>(self.request(CallKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, 50));
+    r->call.in = r->call.out = Buffer(tensor.data(), 50);
+    PYCOMM_ASSERT_OK(self.comm->prepare(r.get(), "peer"));
+    if (i % 3 == 2) {
+      const auto work = self.comm->start(std::move(r));
+      bool finished = false;
+      PYCOMM_ASSERT_OK(work->wait(-1, nullptr, &finished));
+      PYCOMM_ASSERT_OK(work->end()->order(self.stream));
+    } else {
+      PYCOMM_ASSERT_OK(self.comm->run(*r, nullptr));
+    }
+    const Bytes got = tensor.get();
+    ASSERT_EQ(*reinterpret_cast<const float*>(got.data()), 3.0f) << i;
+  }
+}
+
+TEST(DeviceCalls, SeveralThreadsAreServedOneAfterTheOther) {
+  run_device_ranks(2, [](DeviceRank& self) {
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 3; t++) {
+      threads.emplace_back([&self] {
+        DeviceRank own = self;
+        ASSERT_CUDA(cudaSetDevice(self.rank));
+        ASSERT_CUDA(cudaStreamCreateWithFlags(&own.stream, cudaStreamNonBlocking));
+        sum_often(own);
+        ASSERT_CUDA(cudaStreamDestroy(own.stream));
+      });
+    }
+    for (std::thread& t : threads) t.join();
+  });
+}
+
 // The canonical tree, whatever the way: the bits of the CPU engine on the same numbers.
 TEST(DeviceCalls, DeterministicAsOnTheCpu) {
   run_device_ranks(5, [](DeviceRank& self) {

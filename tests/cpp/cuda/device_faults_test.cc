@@ -52,6 +52,36 @@ TEST(DeviceFaults, AnotherDeviceIsRefusedToAll) {
   });
 }
 
+// An asynchronous call that gets no turn is refused in its place: behind what is queued, which nobody waits
+// for in start().
+TEST(DeviceFaults, ADeviceThatIsNotThereIsRefusedInItsPlace) {
+  std::atomic<bool> started{false};
+  run_device_ranks(2, [&](DeviceRank& self) {
+    std::vector<float> x(300000, 1.0f);
+    const auto make = [&](int device) {
+      auto r = std::make_unique<Request>(
+          request_of(CallKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, x.size()));
+      r->call.in = r->call.out = Buffer(x.data(), x.size());
+      r->call.device = device;
+      EXPECT_TRUE(self.comm->prepare(r.get(), nullptr).ok());
+      return r;
+    };
+    const double end_s = monotonic_s() + 20;
+    while (self.rank == 0 && !started && monotonic_s() < end_s) std::this_thread::yield();
+    ASSERT_TRUE(self.rank == 1 || started) << "start() waits for the call before";
+    const auto before = self.comm->start(make(-1));
+    const auto refused = self.comm->start(make(self.rank == 0 ? 0 : 99));
+    if (self.rank == 1) started = true;
+    bool finished = false;
+    PYCOMM_ASSERT_OK(before->wait(-1, nullptr, &finished));
+    EXPECT_EQ(x[0], 2.0f);
+    const Status s = refused->wait(-1, nullptr, &finished);
+    EXPECT_EQ(s.code(), self.rank == 1 ? Code::kSystem : Code::kRefused) << s.message();
+    EXPECT_NE(s.message().find("99"), std::string::npos) << s.message();
+    expect_usable(self);
+  });
+}
+
 TEST(DeviceFaults, CallsThatDiffer) {
   for (const bool host : {false, true}) {
     run_device_ranks(3, [host](DeviceRank& self) {
@@ -129,6 +159,52 @@ TEST(DeviceFaults, AbortEndsWhatIsUnderWay) {
     ASSERT_FALSE(s.ok()) << "rank " << self.rank;
     EXPECT_NE(s.message().find("the test says so"), std::string::npos) << s.message();
   });
+}
+
+int n_asked = 0;  // for memory that torch would keep
+
+// A rank that has no memory for a call refuses it: the others learn why, and all go on.
+TEST(DeviceFaults, NoMemoryForScratchIsRefused) {
+  setenv("CUDA_ON_CPU_LARGEST", "1:4000000", 1);
+  DeviceEngine::set_free_cached([] { n_asked++; });
+  run_device_ranks(3, [](DeviceRank& self) {
+    OnStream small(self.stream, Bytes(400)), large(self.stream, 900'000);
+    PYCOMM_ASSERT_OK(sum(self, small, "peer"));
+    PYCOMM_ASSERT_OK(sum(self, small, "ring"));  // makes NCCL's communicator
+    const auto in_pieces = [&](int times) {      // as a bucket is: packed into scratch
+      Request r = self.request(CallKind::kAllReduce, DType::kFloat32, ReduceOp::kSum,
+                               static_cast<uint64_t>(times) * 2 * 100'000);
+      std::vector<Segment> segments;
+      for (int i = 0; i < times; i++)
+        for (int k = 0; k < 2; k++) segments.push_back({large.data() + k * 400'004, 100'000});
+      r.call.in = r.call.out = Buffer(std::move(segments), 4);
+      return self.call(&r, "peer");
+    };
+    for (int i = 0; i < 2; i++) {
+      const Status s = in_pieces(8);  // 6.4 MB
+      EXPECT_EQ(s.code(), self.rank == 1 ? Code::kSystem : Code::kRefused) << s.message();
+      for (const char* part : {"cudaMalloc of 64", "bytes of scratch on CUDA device 1"})
+        EXPECT_NE(s.message().find(part), std::string::npos) << s.message();
+      PYCOMM_ASSERT_OK(sum(self, small, "ring"));
+    }
+    PYCOMM_ASSERT_OK(in_pieces(1));
+  });
+  DeviceEngine::set_free_cached(nullptr);
+  unsetenv("CUDA_ON_CPU_LARGEST");
+  EXPECT_EQ(n_asked, 2);
+}
+
+TEST(DeviceFaults, AbortBesideClose) {
+  for (int i = 0; i < 5; i++) {
+    run_device_ranks(2, [](DeviceRank& self) {
+      OnStream t(self.stream, Bytes(400));
+      const Status called = sum(self, t, "peer");  // the abort of a peer may come first
+      std::thread other([&] { self.comm->abort("the test says so"); });
+      const Status ignored = self.comm->close(nullptr);
+      other.join();
+      EXPECT_EQ(self.comm->device(), nullptr);
+    });
+  }
 }
 
 // Where there is no NCCL, peers' memory serves all but all_to_all.

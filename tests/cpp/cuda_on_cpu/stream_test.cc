@@ -2,6 +2,7 @@
 // them. A Gate is a task that keeps a stream busy until the test opens it, so nothing here depends on time.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <vector>
@@ -122,6 +123,23 @@ TEST_F(Streams, AWaitMeansTheRecordBeforeIt) {
   ASSERT_EQ(cudaEventRecord(event_, a_), cudaSuccess);  // later than b's wait, which it must not delay
   EXPECT_EQ(cudaStreamSynchronize(b_), cudaSuccess);
   EXPECT_EQ(cudaEventQuery(event_), cudaErrorNotReady);
+}
+
+// The event is recorded again, on a stream that gets there first: the wait is for the record before it.
+TEST_F(Streams, AWaitMeansItsRecordWhateverIsReachedFirst) {
+  cudaStream_t waits = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&waits, cudaStreamNonBlocking), cudaSuccess);
+  gate_.close(a_);
+  ASSERT_EQ(cudaEventRecord(event_, a_), cudaSuccess);
+  ASSERT_EQ(cudaStreamWaitEvent(waits, event_, 0), cudaSuccess);
+  ASSERT_EQ(cudaEventRecord(event_, b_), cudaSuccess);
+  ASSERT_EQ(cudaStreamSynchronize(b_), cudaSuccess);
+  EXPECT_EQ(cudaEventQuery(event_), cudaSuccess);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(20);
+  while (std::chrono::steady_clock::now() < end) ASSERT_EQ(cudaStreamQuery(waits), cudaErrorNotReady);
+  gate_.open();
+  EXPECT_EQ(cudaStreamSynchronize(waits), cudaSuccess);
+  EXPECT_EQ(cudaStreamDestroy(waits), cudaSuccess);
 }
 
 TEST_F(Streams, DestroyingLetsTheWorkEnd) {
