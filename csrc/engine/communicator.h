@@ -167,8 +167,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   DeviceTables device_tables_;
   std::atomic<bool> has_device_{false};
   mutable std::mutex device_mutex_;
-  std::shared_ptr<DeviceEngine> device_;  // changed by whoever has set busy_, under the mutex
-  bool was_shrunk_ = false;               // it came of another one's shrink()
+  std::shared_ptr<DeviceEngine> device_;             // changed by whoever has set busy_, under the mutex
+  bool was_shrunk_ = false;                          // it came of another one's shrink()
   std::shared_ptr<DeviceHeritage> device_heritage_;  // of that one, until the first call on CUDA
   CallerHooks* device_hooks_ = nullptr;              // of the call on CUDA that is being executed
   double device_timeout_s_ = 0;
