@@ -1,6 +1,6 @@
 """What crosses between hosts or GPUs as codes, and what these lose: ``compression=``, ``error_feedback=``.
 
-csrc/engine/compressed.h and csrc/engine/cuda/block_codes.h have the steps, docs/numerics.md the bounds.
+csrc/engine/compressed.h and csrc/engine/cuda/nccl_rounds.h have the steps, docs/numerics.md the bounds.
 """
 
 from __future__ import annotations

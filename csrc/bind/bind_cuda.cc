@@ -123,28 +123,6 @@ void unpack(const std::string& to, const Blocks& dsts, const std::string& from, 
   });
 }
 
-void block_maxima(uintptr_t src, size_t n_elems, uintptr_t maxima, int device, uintptr_t stream) {
-  put(device, stream, [&](cuda::Stream s) {
-    return cuda::block_maxima(at<const float>(src), n_elems, at<float>(maxima), s);
-  });
-}
-
-void quantize(const std::string& code, uintptr_t codes, uintptr_t src, size_t n_elems, uintptr_t maxima,
-              bool feedback, int device, uintptr_t stream) {
-  const DType t = parse_code(code);
-  put(device, stream, [&](cuda::Stream s) {
-    return cuda::quantize(t, at<void>(codes), at<float>(src), n_elems, at<const float>(maxima), feedback, s);
-  });
-}
-
-void dequantize(const std::string& code, uintptr_t dst, uintptr_t codes, size_t n_elems, uintptr_t maxima,
-                int device, uintptr_t stream) {
-  const DType t = parse_code(code);
-  put(device, stream, [&](cuda::Stream s) {
-    return cuda::dequantize(t, at<float>(dst), at<const void>(codes), n_elems, at<const float>(maxima), s);
-  });
-}
-
 void norm(const std::string& dtype, const Blocks& tensors, uintptr_t workspace, uintptr_t result, int device,
           uintptr_t stream) {
   const DType t = parse_dtype(dtype);
@@ -165,12 +143,6 @@ void bind_kernels_of_cuda(py::module_& c) {
         py::arg("scale"), device, stream, "As _C.kernels.pack.");
   c.def("unpack", &unpack, py::arg("dst_dtype"), py::arg("dsts"), py::arg("src_dtype"), py::arg("src"),
         py::arg("scale"), device, stream, "As _C.kernels.unpack.");
-  c.def("block_maxima", &block_maxima, py::arg("src"), py::arg("n_elems"), py::arg("maxima"), device, stream,
-        "As _C.kernels.block_maxima.");
-  c.def("quantize", &quantize, py::arg("code_dtype"), py::arg("codes"), py::arg("src"), py::arg("n_elems"),
-        py::arg("maxima"), py::arg("feedback"), device, stream, "As _C.kernels.quantize.");
-  c.def("dequantize", &dequantize, py::arg("code_dtype"), py::arg("dst"), py::arg("codes"),
-        py::arg("n_elems"), py::arg("maxima"), device, stream, "As _C.kernels.dequantize.");
   c.def("norm", &norm, py::arg("dtype"), py::arg("tensors"), py::arg("workspace"), py::arg("result"), device,
         stream,
         "The sum of the squares of the tensors (address, n_elems), as a float64, and then how many elements\n"
@@ -182,8 +154,7 @@ void bind_kernels_of_cuda(py::module_& c) {
 #else
 
 void bind_kernels_of_cuda(py::module_& c) {
-  for (const char* name :
-       {"cast", "pack", "unpack", "block_maxima", "quantize", "dequantize", "norm", "norm_workspace_bytes"}) {
+  for (const char* name : {"cast", "pack", "unpack", "norm", "norm_workspace_bytes"}) {
     c.def(name, [name](const py::args&, const py::kwargs&) {
       const char* const why = DeviceEngine::why_not_built();
       throw_if_error(Status::error(Code::kValue, format("_C.cuda.%s: %s", name, why)));

@@ -34,6 +34,9 @@ DType parse_dtype(const std::string& name) {
   return DType::kFloat32;  // not reached
 }
 
+namespace {
+
+// One that block codes can have (kernels/blocks.h).
 DType parse_code(const std::string& name) {
   const DType t = parse_dtype(name);
   if (!blocks_supported(t)) {
@@ -43,8 +46,6 @@ DType parse_code(const std::string& name) {
   }
   return t;
 }
-
-namespace {
 
 ReduceOp parse_op(const std::string& name, DType dtype) {
   for (int i = 0; i < kNumReduceOps; ++i) {

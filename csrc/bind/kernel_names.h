@@ -9,7 +9,5 @@ namespace pycomm {
 
 // Any dtype of base/dtype.h.
 DType parse_dtype(const std::string& name);
-// One that block codes can have (kernels/blocks.h).
-DType parse_code(const std::string& name);
 
 }  // namespace pycomm

@@ -29,20 +29,6 @@ def unpack(
     device: int,
     stream: int,
 ) -> None: ...
-def block_maxima(src: int, n_elems: int, maxima: int, device: int, stream: int) -> None: ...
-def quantize(
-    code_dtype: str,
-    codes: int,
-    src: int,
-    n_elems: int,
-    maxima: int,
-    feedback: bool,
-    device: int,
-    stream: int,
-) -> None: ...
-def dequantize(
-    code_dtype: str, dst: int, codes: int, n_elems: int, maxima: int, device: int, stream: int
-) -> None: ...
 def norm(
     dtype: str, tensors: Sequence[tuple[int, int]], workspace: int, result: int, device: int, stream: int
 ) -> None: ...

@@ -6,7 +6,7 @@ added up in full precision, and only the hosts' sums lose something. What is not
 256 elements, on all ranks.
 
 On CUDA the same call, in which every rank's gradients are codes, whatever the hosts are: NCCL carries them
-(csrc/engine/cuda/block_codes.h). The bound is that of as many hosts as ranks. The call takes float32; float16
+(csrc/engine/cuda/nccl_rounds.h). The bound is that of as many hosts as ranks. The call takes float32; float16
 and bfloat16 gradients (of which "int8" and "fp8" make codes) are packed into float32 by one kernel, and
 unpacked by one.
 

@@ -63,35 +63,6 @@ def test_pack_and_unpack_many_tensors(dtype: torch.dtype) -> None:
     assert torch.equal(torch.cat(targets), wanted)
 
 
-@pytest.mark.parametrize(
-    ("code", "u", "f"),
-    [("int8", 0.0, 1 / 254), ("float8_e4m3fn", 2.0**-4, 2.0**-17), ("float16", 2.0**-11, 2.0**-38)],
-)
-@pytest.mark.parametrize("n", [1, 255, 257, 1000])
-def test_codes_say_the_numbers_within_the_bound(code: str, u: float, f: float, n: int) -> None:
-    size, block = 3, _C.kernels.BLOCK_ELEMS
-    n_blocks = -(-n // block)
-    vectors = [random(n, torch.float32, seed) for seed in range(size)]
-    each = [torch.empty(n_blocks) for _ in vectors]
-    for vector, maxima in zip(vectors, each, strict=True):
-        C.block_maxima(vector.data_ptr(), n, maxima.data_ptr(), *HERE)
-    padded = torch.nn.functional.pad(torch.stack(vectors).double().abs(), (0, -n % block))
-    wanted = padded.view(size, n_blocks, block).amax(dim=2)
-    assert torch.equal(torch.stack(each).double(), wanted)
-    maxima = wanted.amax(dim=0).float()
-    left, decoded = vectors[0].clone(), torch.empty(n)
-    codes = torch.empty(n, dtype=getattr(torch, code))
-    C.quantize(code, codes.data_ptr(), left.data_ptr(), n, maxima.data_ptr(), True, *HERE)
-    C.dequantize(code, decoded.data_ptr(), codes.data_ptr(), n, maxima.data_ptr(), *HERE)
-    largest = maxima.double().repeat_interleave(block)[:n]
-    exact = vectors[0].double()
-    assert ((decoded.double() - exact).abs() <= u * exact.abs() + (f + 2.0**-22) * largest).all()
-    # what the codes do not say is what is left
-    assert torch.allclose(
-        decoded.double() + left.double(), exact, rtol=0, atol=2.0**-22 * float(largest.max())
-    )
-
-
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64])
 def test_the_sum_of_squares_and_what_is_not_finite(dtype: torch.dtype) -> None:
     tensors = [random(n, torch.float32, seed).to(dtype) for seed in range(40) for n in SIZES]
@@ -114,7 +85,5 @@ def test_what_cannot_be_is_refused() -> None:
         C.cast("int32", out.data_ptr(), "float32", source.data_ptr(), 4, 1.0, *HERE)
     with pytest.raises(ValueError, match="dtype is 'float3'; expected one of"):
         C.pack("float3", out.data_ptr(), "float32", blocks([source]), 1.0, *HERE)
-    with pytest.raises(ValueError, match="no codes of float32"):
-        C.dequantize("float32", out.data_ptr(), source.data_ptr(), 4, source.data_ptr(), *HERE)
     with pytest.raises(pycomm.CommError, match="cuda:4095"):
         C.cast("float32", out.data_ptr(), "float32", source.data_ptr(), 4, 1.0, 4095, 0)

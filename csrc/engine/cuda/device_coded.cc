@@ -5,12 +5,12 @@
 namespace pycomm {
 
 CodedGather::CodedGather(const Call& coded, const DeviceEngine::Link& link)
-    : codes{code_dtype(coded.sig.compression)}, call(coded) {
+    : code(code_dtype(coded.sig.compression)), call(coded) {
   constexpr size_t kPadding = 16;
   const CallParts parts(coded, link.n_ranks);
   call.sig.count = 0;
   for (const uint64_t n : parts.len) {
-    n_bytes.push_back((codes.message_bytes(n) + kPadding - 1) / kPadding * kPadding);
+    n_bytes.push_back((cuda::coded_bytes(code, n) + kPadding - 1) / kPadding * kPadding);
     call.sig.count += n_bytes.back();
   }
   call.sig.dtype = DType::kUInt8;
@@ -53,20 +53,23 @@ Status DeviceEngine::Impl::gather_coded(const Call& call, const Plain& plain, st
   const CallParts parts(call, link.n_ranks);
   const auto mine = static_cast<size_t>(link.rank);
   std::byte* const all = scratch + cuda::aligned(coded.call.in.n_elems());
-  // Nothing is written to the values, since they are not to become what the message says.
-  auto* const values = reinterpret_cast<float*>(const_cast<std::byte*>(plain.in));
+  const void* const values = plain.in;
   float* const residual = call.residual == nullptr ? nullptr : call.residual + parts.start[mine];
+  const cuda::CodedSegment own{nullptr, scratch, residual, &values, parts.len[mine]};
   PYCOMM_RETURN_IF_ERROR(
-      coded.codes.encode(scratch, values, parts.len[mine], residual, false, stream()).within("codes"));
+      cuda::reduce_coded(coded.code, ReduceOp::kSum, {&own, 1}, 1, 0, 1.0, stream()).within("codes"));
   PYCOMM_RETURN_IF_ERROR(
       by_way(coded.call, {scratch, all}, all + cuda::aligned(coded.call.out.n_elems()), timeout_s));
-  const std::byte* message = all;
+  std::vector<const void*> messages;
+  std::vector<cuda::CodedSegment> segments;
+  messages.reserve(parts.len.size());
   auto* const out = reinterpret_cast<float*>(plain.out);
+  const std::byte* message = all;
   for (size_t q = 0; q < parts.len.size(); message += coded.n_bytes[q], q++) {
-    PYCOMM_RETURN_IF_ERROR(
-        coded.codes.decode(out + parts.start[q], message, parts.len[q], stream()).within("codes"));
+    messages.push_back(message);
+    segments.push_back({out + parts.start[q], nullptr, nullptr, &messages.back(), parts.len[q]});
   }
-  return Status();
+  return cuda::reduce_coded(coded.code, ReduceOp::kSum, segments, 1, -1, 1.0, stream()).within("codes");
 }
 
 }  // namespace pycomm

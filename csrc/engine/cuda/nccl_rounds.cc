@@ -31,7 +31,6 @@ class NcclRounds::Run {
       if (b.own_out) out_ = at + b.in_bytes - cut.out().first * size_;
     }
     tiles_ = at + b.in_bytes + b.out_bytes;
-    if (call.codes.has_value()) codes_ = BlockCodes{*call.codes};
   }
 
   Status all() {
@@ -39,12 +38,13 @@ class NcclRounds::Run {
     PYCOMM_RETURN_IF_ERROR(begin());
     for (uint32_t first = 0; first < cut_.n_tiles(); first += b_.window) {
       const uint32_t n = std::min(b_.window, cut_.n_tiles() - first);
-      for (const PlanRound& round : plan_.rounds) {
+      for (size_t r = 0; r < plan_.rounds.size(); r++) {
+        const PlanRound& round = plan_.rounds[r];
         for (uint32_t t = 0; t < n; t++) {
           PYCOMM_RETURN_IF_ERROR(encode(round, first + t, t));
           PYCOMM_RETURN_IF_ERROR(transfer(round, first + t, t));
           PYCOMM_RETURN_IF_ERROR(decode(round, first + t, t));
-          PYCOMM_RETURN_IF_ERROR(compute(round, first + t, t));
+          PYCOMM_RETURN_IF_ERROR(compute(r, first + t, t));
         }
       }
     }
@@ -78,38 +78,53 @@ class NcclRounds::Run {
     return o.staged ? place(plan_.n_scratch + o.at, slot) : address(o.at, tile, slot);
   }
 
-  // With codes: where the message of a send, or of a receive, lies. A chunk that goes to several peers has
-  // one.
-  std::byte* message(size_t number, uint32_t slot) const {
-    const size_t before = (plan_.n_scratch + plan_.n_staging) * aligned(cut_.slice() * size_);
-    return tiles_ + slot * b_.tile_bytes + before + number * b_.message_bytes;
+  float* floats(Operand o, uint32_t tile, uint32_t slot) const {
+    return reinterpret_cast<float*>(address(o, tile, slot));
   }
+
+  // With codes: where the messages of a round's sends lie, and then those of its receives. A chunk that goes
+  // to several peers has one.
+  std::byte* message(size_t number, uint32_t slot) const {
+    return tiles_ + slot * b_.tile_bytes + b_.messages_begin + number * b_.message_bytes;
+  }
+  std::byte* landed(size_t recv, uint32_t slot) const { return message(b_.n_outgoing + recv, slot); }
+  // Numbers of sends and receives; as many as there are when there is none.
   static size_t first_of(const PlanRound& round, uint32_t chunk) {
     size_t i = 0;
-    while (round.sends[i].chunk != chunk) i++;
+    while (i < round.sends.size() && round.sends[i].chunk != chunk) i++;
     return i;
+  }
+  static size_t recv_to(const PlanRound& round, Operand place) {
+    size_t i = 0;
+    while (i < round.recvs.size() && !(round.recvs[i].place == place)) i++;
+    return i;
+  }
+  float* residual(uint32_t part, uint32_t tile) const {
+    return call_.residual == nullptr ? nullptr : call_.residual + cut_.start(part) + cut_.slice() * tile;
   }
   const void* outgoing(const PlanRound& round, size_t i, uint32_t tile, uint32_t slot) const {
     const uint32_t chunk = round.sends[i].chunk;
-    return codes_ ? message(first_of(round, chunk), slot) : address(chunk, tile, slot);
+    return call_.codes ? message(first_of(round, chunk), slot) : address(chunk, tile, slot);
   }
   void* incoming(const PlanRound& round, size_t i, uint32_t tile, uint32_t slot) const {
-    return codes_ ? message(b_.n_outgoing + i, slot) : address(round.recvs[i].place, tile, slot);
+    return call_.codes ? landed(i, slot) : address(round.recvs[i].place, tile, slot);
   }
   size_t bytes_of(uint32_t part, uint32_t tile) const {
     const uint64_t n = cut_.slice_len(part, tile);
-    return codes_ && n > 0 ? codes_->message_bytes(n) : n * size_;
+    return call_.codes ? coded_bytes(*call_.codes, n) : n * size_;
   }
 
   Status begin();
   Status end();
   Status encode(const PlanRound& round, uint32_t tile, uint32_t slot);
   Status decode(const PlanRound& round, uint32_t tile, uint32_t slot);
+  Status code_work(const std::vector<CodedSegment>& segments, int plain, uint32_t slot);
   Status local_work(uint32_t slot);
   Status transfer(const PlanRound& round, uint32_t tile, uint32_t slot);
   void note_exchanges(const PlanRound& round, uint32_t tile);
-  Status compute(const PlanRound& round, uint32_t tile, uint32_t slot);
+  Status compute(size_t number, uint32_t tile, uint32_t slot);
   Status launch(const Batch& batch, uint32_t tile, uint32_t slot);
+  Status combine_codes(size_t number, const Batch& batch, uint32_t tile, uint32_t slot);
 
   nccl::NcclComm& comm_;
   DeviceStreams& streams_;
@@ -122,7 +137,6 @@ class NcclRounds::Run {
   std::vector<Slot> slots_;
   std::byte *in_, *out_;  // where element 0 of the vector would be
   std::byte* tiles_;
-  std::optional<BlockCodes> codes_;
 };
 
 // The input in the rounds' type and, for premul_sum, times the factor.
@@ -162,34 +176,58 @@ Status NcclRounds::Run::local_work(uint32_t slot) {
   return Status();
 }
 
-// With codes: the messages of all chunks that leave in the round. Inputs stay as they are; of a result the
-// owner keeps what it sends.
+// With codes: the messages of what leaves in the round. Inputs stay as they are; results are encoded where
+// they are made (combine_codes), or here, and then what the messages say is kept.
 Status NcclRounds::Run::encode(const PlanRound& round, uint32_t tile, uint32_t slot) {
-  if (!codes_ || round.sends.empty()) return Status();
-  PYCOMM_RETURN_IF_ERROR(local_work(slot));
+  if (!call_.codes) return Status();
+  std::vector<CodedSegment> segments;
+  std::vector<const void*> srcs;
+  srcs.reserve(round.sends.size());
   for (size_t i = 0; i < round.sends.size(); i++) {
     const uint32_t chunk = round.sends[i].chunk, part = plan_.part[chunk];
     const uint64_t n = cut_.slice_len(part, tile);
-    if (n == 0 || first_of(round, chunk) != i) continue;
-    float* residual = call_.residual;
-    if (residual != nullptr) residual += cut_.start(part) + cut_.slice() * tile;
-    PYCOMM_RETURN_IF_ERROR(codes_->encode(message(i, slot),
-                                          reinterpret_cast<float*>(address(chunk, tile, slot)), n, residual,
-                                          chunk >= plan_.n_in, streams_.reduce()));
+    const bool is_result = chunk >= plan_.n_in;
+    if ((is_result && b_.in_one_pass) || n == 0 || first_of(round, chunk) != i) continue;
+    float* const values = floats({false, chunk}, tile, slot);
+    srcs.push_back(values);
+    segments.push_back(
+        {is_result ? values : nullptr, message(i, slot), residual(part, tile), &srcs.back(), n});
   }
-  slots_[slot].computes = true;
-  return streams_.record(streams_.reduce(), computed(slot));
+  return code_work(segments, 0, slot);
 }
 
+// With codes: what landed, but for what is combined.
 Status NcclRounds::Run::decode(const PlanRound& round, uint32_t tile, uint32_t slot) {
-  if (!codes_ || round.recvs.empty()) return Status();
-  PYCOMM_RETURN_IF_ERROR(local_work(slot));
+  if (!call_.codes) return Status();
+  const auto is_combined = [&](Operand place) {
+    if (!b_.in_one_pass) return false;
+    for (const Batch& batch : round.batches) {
+      if (batch.n_srcs == 1) continue;
+      for (const LocalStep& step : batch.steps) {
+        if (std::find(step.srcs.begin(), step.srcs.end(), place) != step.srcs.end()) return true;
+      }
+    }
+    return false;
+  };
+  std::vector<CodedSegment> segments;
+  std::vector<const void*> srcs;
+  srcs.reserve(round.recvs.size());
   for (size_t i = 0; i < round.recvs.size(); i++) {
-    const uint64_t n = cut_.slice_len(round.recvs[i].part, tile);
-    if (n == 0) continue;
-    float* const to = reinterpret_cast<float*>(address(round.recvs[i].place, tile, slot));
-    PYCOMM_RETURN_IF_ERROR(codes_->decode(to, message(b_.n_outgoing + i, slot), n, streams_.reduce()));
+    const Landing& r = round.recvs[i];
+    const uint64_t n = cut_.slice_len(r.part, tile);
+    if (n == 0 || is_combined(r.place)) continue;
+    srcs.push_back(landed(i, slot));
+    segments.push_back({floats(r.place, tile, slot), nullptr, nullptr, &srcs.back(), n});
   }
+  return code_work(segments, -1, slot);
+}
+
+// Encodes or decodes segments of one source.
+Status NcclRounds::Run::code_work(const std::vector<CodedSegment>& segments, int plain, uint32_t slot) {
+  if (segments.empty()) return Status();
+  PYCOMM_RETURN_IF_ERROR(local_work(slot));
+  PYCOMM_RETURN_IF_ERROR(
+      reduce_coded(*call_.codes, ReduceOp::kSum, segments, 1, plain, 1.0, streams_.reduce()));
   slots_[slot].computes = true;
   return streams_.record(streams_.reduce(), computed(slot));
 }
@@ -237,10 +275,14 @@ void NcclRounds::Run::note_exchanges(const PlanRound& round, uint32_t tile) {
 }
 
 // The round's reductions and copies, after the tile's transfers so far.
-Status NcclRounds::Run::compute(const PlanRound& round, uint32_t tile, uint32_t slot) {
+Status NcclRounds::Run::compute(size_t number, uint32_t tile, uint32_t slot) {
+  const PlanRound& round = plan_.rounds[number];
   if (round.batches.empty()) return Status();
   PYCOMM_RETURN_IF_ERROR(local_work(slot));
-  for (const Batch& batch : round.batches) PYCOMM_RETURN_IF_ERROR(launch(batch, tile, slot));
+  for (const Batch& batch : round.batches) {
+    const bool coded = b_.in_one_pass && batch.n_srcs > 1;
+    PYCOMM_RETURN_IF_ERROR(coded ? combine_codes(number, batch, tile, slot) : launch(batch, tile, slot));
+  }
   slots_[slot].computes = true;
   return streams_.record(streams_.reduce(), computed(slot));
 }
@@ -266,6 +308,33 @@ Status NcclRounds::Run::launch(const Batch& batch, uint32_t tile, uint32_t slot)
   if (reductions.empty()) return Status();
   return reduce(b_.dtype, b_.op, reductions, batch.n_srcs, static_cast<double>(plan_.n_ranks),
                 streams_.reduce());
+}
+
+// Every source but this rank's own is a message (the plan is complete: source q is rank q's). A result that
+// leaves in the next round is encoded at once, and what its message says is kept.
+Status NcclRounds::Run::combine_codes(size_t number, const Batch& batch, uint32_t tile, uint32_t slot) {
+  const PlanRound& round = plan_.rounds[number];
+  std::vector<CodedSegment> segments;
+  std::vector<const void*> srcs;
+  srcs.reserve(batch.steps.size() * static_cast<size_t>(batch.n_srcs));
+  for (const LocalStep& step : batch.steps) {
+    const uint64_t n = cut_.slice_len(step.part, tile);
+    if (n == 0) continue;
+    CodedSegment s{floats(step.dst, tile, slot), nullptr, nullptr, srcs.data() + srcs.size(), n};
+    for (const Operand o : step.srcs) {
+      const size_t i = recv_to(round, o);
+      srcs.push_back(i < round.recvs.size() ? landed(i, slot) : address(o, tile, slot));
+    }
+    const bool is_last = number + 1 == plan_.rounds.size();
+    const size_t send = is_last ? 0 : first_of(plan_.rounds[number + 1], step.dst.at);
+    if (!is_last && send < plan_.rounds[number + 1].sends.size()) {
+      s.message = message(send, slot);
+      s.residual = residual(step.part, tile);
+    }
+    segments.push_back(s);
+  }
+  return reduce_coded(*call_.codes, b_.op, segments, batch.n_srcs, plan_.rank,
+                      static_cast<double>(plan_.n_ranks), streams_.reduce());
 }
 
 NcclRounds::NcclRounds(nccl::NcclComm& comm, DeviceStreams& streams, size_t slice_bytes)

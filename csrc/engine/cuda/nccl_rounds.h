@@ -11,10 +11,13 @@
 // runs in float32 throughout.
 // premul_sum multiplies first, avg divides last, both as the CPU engine does: the same bits.
 //
-// With `codes`, data travel as block codes of float32 (block_codes.h), in the direct algorithm only:
-// contributions are encoded where they are sent, an owner combines them with its own in float32, and encodes
-// the result once more for all; it keeps what it sent, so all ranks have the same bits. `residual` is error
-// feedback, one float32 for each element of the vector, kept by the caller from call to call.
+// With `codes`, data travel as messages of codes of float32 (kernels/cuda/kernels.h), in the direct algorithm
+// only. One launch encodes all contributions that leave; one decodes those that came to an owner, combines
+// them with its own in float32, and encodes the result for all; one decodes what the other owners sent.
+// (Where a reduction is cut, messages are decoded before and results encoded after it.) An owner keeps what
+// its message says, so all ranks have the same bits. A sender's maxima are its own, so nothing is agreed on
+// before; blocks begin at a slice's first value. `residual` is error feedback, one float32 for each element
+// of the vector, kept by the caller from call to call (engine/compressed.h does the same between hosts).
 //
 // Calls can be captured into CUDA graphs: nothing of them is the host's but addresses, of the tensors and of
 // the scratch memory, which both must live as long as the graph. A graph is replayed by all ranks, in one
@@ -34,7 +37,6 @@
 #include <vector>
 
 #include "base/dtype.h"
-#include "engine/cuda/block_codes.h"
 #include "engine/cuda/round_plan.h"
 #include "engine/cuda/streams.h"
 #include "transport/cuda/nccl_comm.h"

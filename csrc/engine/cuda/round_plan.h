@@ -24,6 +24,7 @@ namespace pycomm::cuda {
 struct Operand {
   bool staged = false;
   uint32_t at = 0;  // chunk, or staging place
+  bool operator==(const Operand&) const = default;
 };
 
 struct Outgoing {

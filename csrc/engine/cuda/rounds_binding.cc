@@ -106,8 +106,12 @@ Binding bind_rounds(const RoundsCall& call, const Cut& cut) {
       b.n_outgoing = std::max(b.n_outgoing, round.sends.size());
       n_incoming = std::max(n_incoming, round.recvs.size());
     }
-    b.message_bytes = aligned(BlockCodes{*call.codes}.message_bytes(cut.slice()));
-    b.tile_bytes += (b.n_outgoing + n_incoming) * b.message_bytes;
+    b.message_bytes = aligned(coded_bytes(*call.codes, cut.slice()));
+    // Places for what is cut only: else direct touches tensors and messages
+    // (tests/cpp/cuda/nccl_codes_test.cc).
+    b.in_one_pass = !p.cut;
+    b.messages_begin = p.cut ? b.tile_bytes : 0;
+    b.tile_bytes = b.messages_begin + (b.n_outgoing + n_incoming) * b.message_bytes;
   }
   return b;
 }

@@ -25,6 +25,8 @@ struct Binding {
   bool own_out = false;          // they write to scratch, and the result is cast or copied at the end
   bool divide_last = false;      // avg: outputs are divided when all rounds are done
   size_t in_bytes = 0, out_bytes = 0, tile_bytes = 0;  // of scratch
+  bool in_one_pass = false;   // with codes: messages are combined and results encoded by one kernel
+  size_t messages_begin = 0;  // with codes: of a tile's bytes
   size_t message_bytes = 0, n_outgoing = 0;  // with codes: of the longest, and places for what leaves
   uint32_t window = 1;
 };

@@ -1,191 +1,285 @@
-// Numbers of 8 or 16 bits that share a scale block by block: kernels/blocks.h on the GPU, with the same bits.
+// Coded vectors in one pass: decode and reduce n sources, and encode the result, with the bits of
+// kernels/blocks.h and kernels/reduce.h.
 //
-// A thread does 16 elements, which lie in one block of 256; half a warp finds a block's maximum (as an
-// unsigned integer: the order of |x| is that of its bits, and a NaN is the largest). Sixteen elements that
-// are whole and aligned move as packs, others one by one. Cost: one read and one write per element and step.
+// A warp does a block of 256 elements (block_runs.cuh), which stays in registers from the sources to the
+// codes; lanes find its maximum by shuffles (as an unsigned integer: the order of |x| is that of its bits,
+// and a NaN is the largest). Four leaves of T and their pairs are loaded before any is decoded, so up to
+// eight loads are under way. All of a block is loaded before any of it is stored, so dst may be the source
+// that is not coded. Cost: every operand is read once and every result written once.
 #include "kernels/blocks.h"
+#include "kernels/cuda/block_runs.cuh"
 #include "kernels/cuda/chunks.cuh"
+#include "kernels/cuda/ops.cuh"
 
 namespace pycomm::cuda {
 namespace {
 
-constexpr int kLaneElems = 16;
-constexpr int kBlockLanes = static_cast<int>(kBlockElems) / kLaneElems;
-static_assert(kBlockLanes == 16);
-constexpr size_t kGridElems = kThreads * kLaneElems;  // what one block of threads does in a turn
+constexpr int kMaxSegments = 64;
+constexpr int kMaxPointers = 352;
+constexpr int kOwnPointers = 3;  // dst, message and residual, before the sources
+constexpr int kChunkElems = kChunkPacks * kRunElems;
+constexpr int kGroup = 4;   // leaves of T that are loaded together
+constexpr int kLevels = 3;  // of T above the groups
+static_assert(kRuns == 2 && kMaxReduceSrcs <= kGroup << kLevels &&
+              kMaxReduceSrcs + kOwnPointers <= kMaxPointers);
 
-struct Scale {
-  float multiplier, inverse;
+struct Table {
+  Segments<kMaxSegments> segments;
+  int n_srcs, plain;
+  const void* pointers[kMaxPointers];
 };
+static_assert(sizeof(Table) <= 4000, "kernel arguments are at most 4 KiB");
 
-// 2^(kTarget - 1) <= M m < 2^kTarget, m a power of two; m and 1/m stay normal.
-template <int kTarget>
-PYCOMM_DEVICE Scale power_of_two_scale(float maximum) {
-  const int exponent = static_cast<int>(__float_as_uint(maximum) >> 23) - 126;  // M < 2^exponent
-  int shift = kTarget - exponent;
-  shift = shift > 126 ? 126 : shift < -126 ? -126 : shift;
-  return {__uint_as_float(static_cast<uint32_t>(127 + shift) << 23),
-          __uint_as_float(static_cast<uint32_t>(127 - shift) << 23)};
-}
+// T's leaves: p of them, the largest power of two <= n sources; of the first n - p each is a pair of sources.
+template <class F>
+struct Leaves {
+  const void* const* srcs;
+  int p, n_pairs, plain;
 
-struct BlockInt8 {
-  using Store = uint8_t;
-  using Acc = float;
-  using LaneStore = uint8_t;
-  static PYCOMM_DEVICE Acc decode(Store v) { return static_cast<float>(static_cast<int8_t>(v)); }
-  // Rounded to nearest by adding 1.5 * 2^23, whose last bit is 1; codes are in [-127, 127].
-  static PYCOMM_DEVICE Store encode(Acc v) {
-    return static_cast<Store>(__float_as_uint(v + 12582912.0f) & 0xff);
+  PYCOMM_DEVICE int source_of(int leaf) const { return leaf + (leaf < n_pairs ? leaf : n_pairs); }
+  PYCOMM_DEVICE Run value(int leaf, const Coded<F>& first, const Coded<F>& second, const Run& own) const {
+    const int k = source_of(leaf);
+    const Run v = k == plain ? own : decode<F>(first);
+    if (leaf >= n_pairs) return v;
+    return add(v, k + 1 == plain ? own : decode<F>(second));
   }
-  static PYCOMM_DEVICE Scale scale_of(float maximum) { return {127.0f / maximum, maximum / 127.0f}; }
-};
-struct BlockFloat8 : Float8E4M3 {
-  static PYCOMM_DEVICE Scale scale_of(float maximum) { return power_of_two_scale<8>(maximum); }
-};
-struct BlockFloat16 : Float16 {
-  static PYCOMM_DEVICE Scale scale_of(float maximum) { return power_of_two_scale<15>(maximum); }
-};
-struct BlockBFloat16 : BFloat16 {
-  static PYCOMM_DEVICE Scale scale_of(float maximum) { return power_of_two_scale<0>(maximum); }
-};
-
-// A multiplier of 0 when the block is not finite (its inverse NaN) or vanishes (0).
-template <class F>
-PYCOMM_DEVICE Scale block_scale(float maximum) {
-  constexpr float kVanishes = 7.888609052210118e-31f;  // 2^-100
-  const bool vanishes = maximum < kVanishes;
-  constexpr float kOverflows = 1.7014118346046923e38f;  // 2^127
-  if (!vanishes && maximum < kOverflows) return F::scale_of(maximum);
-  return {0.0f, vanishes ? 0.0f : __uint_as_float(0x7fc00000u)};
-}
-
-// 16 elements from src on, decoded; beyond n_left zeros.
-template <class F>
-PYCOMM_DEVICE void load_lane(const typename F::Store* src, size_t n_left, float (&v)[kLaneElems]) {
-  if (n_left >= kLaneElems && reinterpret_cast<uintptr_t>(src) % kPackBytes == 0) {
+  // The subtree over kGroup leaves, or over all of them.
+  PYCOMM_DEVICE Run group(int begin, const Run& own, const Place& place) const {
+    Coded<F> first[kGroup]{}, second[kGroup]{};
     PYCOMM_UNROLL
-    for (int i = 0; i < kLaneElems / kElems<F>; ++i) {
-      const Lanes<F> lanes = decode_pack<F>(load_pack(src + i * kElems<F>));
-      PYCOMM_UNROLL
-      for (int j = 0; j < kLanes<F>; ++j) v[i * kLanes<F> + j] = lanes.v[j];
+    for (int i = 0; i < kGroup; ++i) {
+      const int leaf = begin + i, k = source_of(leaf);
+      if (leaf < p && k != plain) first[i] = load_coded<F>(srcs[k], place);
+      if (leaf < n_pairs && k + 1 != plain) second[i] = load_coded<F>(srcs[k + 1], place);
     }
-  } else {
+    Run v[kGroup];
     PYCOMM_UNROLL
-    for (int i = 0; i < kLaneElems; ++i) {
-      v[i] = static_cast<size_t>(i) < n_left ? F::decode(load_element<typename F::Store>(src + i)) : 0.0f;
+    for (int i = 0; i < kGroup; ++i) {
+      if (i < p) v[i] = value(begin + i, first[i], second[i], own);
     }
+    const Run left = p > 1 ? add(v[0], v[1]) : v[0];
+    return p > 2 ? add(left, add(v[2], v[3])) : left;
   }
-}
+};
 
+// T over n sources: a binary counter over the groups, of which there are a power of two.
 template <class F>
-PYCOMM_DEVICE void store_lane(typename F::Store* dst, size_t n_left, const float (&v)[kLaneElems]) {
-  if (n_left >= kLaneElems && reinterpret_cast<uintptr_t>(dst) % kPackBytes == 0) {
+PYCOMM_DEVICE Run reduced(const void* const* srcs, int n, int plain, const Run& own, const Place& place) {
+  const int p = floor_pow2(n);
+  const Leaves<F> leaves{srcs, p, n - p, plain};
+  Run stack[kLevels]{};
+  Run v{};
+  for (int g = 0; g * kGroup < p; ++g) {
+    v = leaves.group(g * kGroup, own, place);
+    bool carry = true;
     PYCOMM_UNROLL
-    for (int i = 0; i < kLaneElems / kElems<F>; ++i) {
-      Lanes<F> lanes;
-      PYCOMM_UNROLL
-      for (int j = 0; j < kLanes<F>; ++j) lanes.v[j] = v[i * kLanes<F> + j];
-      store_pack(dst + i * kElems<F>, encode_pack<F>(lanes));
-    }
-  } else {
-    PYCOMM_UNROLL
-    for (int i = 0; i < kLaneElems; ++i) {
-      if (static_cast<size_t>(i) < n_left) store_element<typename F::Store>(dst + i, F::encode(v[i]));
+    for (int level = 0; level < kLevels; ++level) {
+      if (!carry) continue;
+      if (g >> level & 1) {
+        v = add(stack[level], v);
+      } else {
+        stack[level] = v;
+        carry = false;
+      }
     }
   }
+  return v;
 }
 
-using F32 = Plain<float>;
+// ---- a block, of one warp
 
-// The first element of this thread, and the step to its next 16.
-PYCOMM_DEVICE size_t first_element() {
-  return (static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x) * kLaneElems;
-}
-PYCOMM_DEVICE size_t grid_step() { return static_cast<size_t>(gridDim.x) * kGridElems; }
-
-__global__ void __launch_bounds__(kThreads, 4)
-    block_maxima_kernel(const float* src, size_t n, float* maxima) {
-  // All threads stay until the last block is done: the lanes of a warp shuffle together.
-  const size_t last = (n + kGridElems - 1) / kGridElems * kGridElems;
-  for (size_t at = first_element(); at < last; at += grid_step()) {
-    float x[kLaneElems];
-    load_lane<F32>(src + (at < n ? at : 0), at < n ? n - at : 0, x);
-    uint32_t largest = 0;
+// The largest magnitude, in all lanes; a NaN counts as infinity.
+PYCOMM_DEVICE float block_maximum(const Run (&runs)[kRuns]) {
+  uint32_t largest = 0;
+  PYCOMM_UNROLL
+  for (const Run& run : runs) {
     PYCOMM_UNROLL
-    for (const float v : x) {
+    for (const float v : run.v) {
       const uint32_t magnitude = __float_as_uint(v) & 0x7fffffffu;
       largest = magnitude > largest ? magnitude : largest;
     }
+  }
+  PYCOMM_UNROLL
+  for (int bits = kWarp / 2; bits > 0; bits /= 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, largest, bits);
+    largest = other > largest ? other : largest;
+  }
+  return __uint_as_float(largest > 0x7f800000u ? 0x7f800000u : largest);
+}
+
+struct Operands {
+  float* dst;
+  void* message;
+  float* residual;
+  const void* const* srcs;
+};
+
+// Writes the message, what it does not say, and what it says.
+template <class F>
+PYCOMM_DEVICE void encode(const Operands& to, const Run (&runs)[kRuns], const Place& first) {
+  const float maximum = block_maximum(runs);
+  auto* const bytes = static_cast<unsigned char*>(to.message);
+  if (first.at % kBlockElems == 0) reinterpret_cast<float*>(bytes)[first.block()] = maximum;
+  const Scale s = block_scale<F>(maximum);
+  const bool not_finite = s.inverse != s.inverse;
+  PYCOMM_UNROLL
+  for (int j = 0; j < kRuns; ++j) {
+    const Place place = first.next(j);
+    typename F::Store codes[kRunElems];
+    Run said, lost;
     PYCOMM_UNROLL
-    for (int bits = kBlockLanes / 2; bits > 0; bits /= 2) {
-      const uint32_t other = __shfl_xor_sync(0xffffffffu, largest, bits);
-      largest = other > largest ? other : largest;
+    for (int i = 0; i < kRunElems; ++i) {
+      const float x = runs[j].v[i];
+      codes[i] = F::encode(s.multiplier == 0.0f ? 0.0f : x * s.multiplier);
+      said.v[i] = F::decode(codes[i]) * s.inverse;
+      lost.v[i] = not_finite ? 0.0f : x - said.v[i];
     }
-    if (largest > 0x7f800000u) largest = 0x7f800000u;  // NaN counts as infinity
-    if (threadIdx.x % kBlockLanes == 0 && at < n) maxima[at / kBlockElems] = __uint_as_float(largest);
+    if (place.at >= place.n) continue;
+    Word<F> word;
+    memcpy(&word, codes, sizeof word);
+    *reinterpret_cast<Word<F>*>(bytes + word_begin<F>(place)) = word;
+    if (to.residual != nullptr) store_run(to.residual, place, lost);
+    if (to.dst != nullptr) store_run(to.dst, place, said);
+  }
+}
+
+// There is a kernel for a sum of one source that is not coded and is encoded, one for a sum of one source
+// that is decoded, and one for the rest.
+enum class Pass { kEncode, kDecode, kReduce };
+
+template <class F>
+PYCOMM_DEVICE Run reduced_run(const Table& table, const Operands& operands, const Place& place,
+                              const Param<float>& param) {
+  Run own{}, before{};
+  if (table.plain >= 0) own = load_run(static_cast<const float*>(operands.srcs[table.plain]), place);
+  if (operands.residual != nullptr) before = load_run(operands.residual, place);
+  Run v = reduced<F>(operands.srcs, table.n_srcs, table.plain, own, place);
+  PYCOMM_UNROLL
+  for (float& x : v.v) x = ScaledSum<Plain<float>>::finish(x, param);
+  return operands.residual != nullptr ? add(before, v) : v;
+}
+
+template <class F, Pass kPass>
+PYCOMM_DEVICE void load_block(const Table& table, const Operands& operands, const Place& first,
+                              const Param<float>& param, Run (&runs)[kRuns]) {
+  if constexpr (kPass == Pass::kDecode) {
+    Coded<F> coded[kRuns];
+    PYCOMM_UNROLL
+    for (int j = 0; j < kRuns; ++j) coded[j] = load_coded<F>(operands.srcs[0], first.next(j));
+    PYCOMM_UNROLL
+    for (int j = 0; j < kRuns; ++j) runs[j] = decode<F>(coded[j]);
+  } else if constexpr (kPass == Pass::kEncode) {
+    PYCOMM_UNROLL
+    for (int j = 0; j < kRuns; ++j)
+      runs[j] = load_run(static_cast<const float*>(operands.srcs[0]), first.next(j));
+    if (operands.residual == nullptr) return;
+    PYCOMM_UNROLL
+    for (int j = 0; j < kRuns; ++j) runs[j] = add(load_run(operands.residual, first.next(j)), runs[j]);
+  } else {
+    // One after the other, for half the registers; shifted, since registers have no index.
+    PYCOMM_NO_UNROLL
+    for (int j = 0; j < kRuns; ++j) {
+      runs[0] = runs[1];
+      runs[1] = reduced_run<F>(table, operands, first.next(j), param);
+    }
+  }
+}
+
+template <class F, Pass kPass>
+PYCOMM_DEVICE void do_block(const Table& table, const Operands& operands, const Place& first,
+                            const Param<float>& param) {
+  Run runs[kRuns]{};
+  load_block<F, kPass>(table, operands, first, param, runs);
+  if (kPass != Pass::kDecode && operands.message != nullptr) {
+    encode<F>(operands, runs, first);
+  } else {
+    PYCOMM_UNROLL
+    for (int j = 0; j < kRuns; ++j) store_run(operands.dst, first.next(j), runs[j]);
+  }
+}
+
+template <class F, Pass kPass>
+PYCOMM_DEVICE void do_table(const Table& table, const Param<float>& param) {
+  constexpr int kBlock = static_cast<int>(kBlockElems);
+  const uint32_t n_chunks = table.segments.end[table.segments.n - 1];
+  const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
+  for (uint32_t c = blockIdx.x; c < n_chunks; c += gridDim.x) {
+    const Chunk chunk = find_chunk(table.segments, c, kChunkElems);
+    const void* const* const pointers = table.pointers + chunk.segment * (kOwnPointers + table.n_srcs);
+    const Operands operands{static_cast<float*>(const_cast<void*>(pointers[0])),
+                            const_cast<void*>(pointers[1]),
+                            static_cast<float*>(const_cast<void*>(pointers[2])), pointers + kOwnPointers};
+    // A warp's lanes stay together, since they shuffle.
+    for (int at = warp * kBlock; at < chunk.n_elems; at += static_cast<int>(kThreads) / kWarp * kBlock) {
+      const Place first{table.segments.n_elems[chunk.segment],
+                        chunk.begin + static_cast<size_t>(at + lane * kRunElems)};
+      do_block<F, kPass>(table, operands, first, param);
+    }
   }
 }
 
 template <class F>
-__global__ void __launch_bounds__(kThreads, 4)
-    quantize_kernel(typename F::Store* codes, float* src, size_t n, const float* maxima, bool feedback) {
-  for (size_t at = first_element(); at < n; at += grid_step()) {
-    const Scale s = block_scale<F>(maxima[at / kBlockElems]);
-    float x[kLaneElems], scaled[kLaneElems];
-    load_lane<F32>(src + at, n - at, x);
-    PYCOMM_UNROLL
-    for (int i = 0; i < kLaneElems; ++i) scaled[i] = s.multiplier == 0.0f ? 0.0f : x[i] * s.multiplier;
-    store_lane<F>(codes + at, n - at, scaled);
-    if (!feedback) continue;
-    const bool not_finite = s.inverse != s.inverse;
-    PYCOMM_UNROLL
-    for (int i = 0; i < kLaneElems; ++i) {
-      const float lost = s.multiplier == 0.0f ? x[i] : x[i] - F::decode(F::encode(scaled[i])) * s.inverse;
-      x[i] = not_finite ? 0.0f : lost;
-    }
-    store_lane<F32>(src + at, n - at, x);
-  }
+__global__ void __launch_bounds__(kThreads, 3)
+    encode_kernel(const __grid_constant__ Table table, const __grid_constant__ Param<float> param) {
+  do_table<F, Pass::kEncode>(table, param);
 }
-
 template <class F>
 __global__ void __launch_bounds__(kThreads, 4)
-    dequantize_kernel(float* dst, const typename F::Store* codes, size_t n, const float* maxima) {
-  for (size_t at = first_element(); at < n; at += grid_step()) {
-    const float inverse = block_scale<F>(maxima[at / kBlockElems]).inverse;
-    float v[kLaneElems];
-    load_lane<F>(codes + at, n - at, v);
-    PYCOMM_UNROLL
-    for (float& x : v) x *= inverse;
-    store_lane<F32>(dst + at, n - at, v);
-  }
+    decode_kernel(const __grid_constant__ Table table, const __grid_constant__ Param<float> param) {
+  do_table<F, Pass::kDecode>(table, param);
+}
+template <class F>
+__global__ void __launch_bounds__(kThreads, 2)
+    decode_reduce_kernel(const __grid_constant__ Table table, const __grid_constant__ Param<float> param) {
+  do_table<F, Pass::kReduce>(table, param);
 }
 
 // ---- on the host
 
-Status grid_for(size_t n_elems, unsigned* n_blocks) {
-  const size_t n = (n_elems + kGridElems - 1) / kGridElems;
-  return blocks_for(static_cast<uint32_t>(std::min<size_t>(n, 0xffffffffu)), n_blocks);
+using Kernel = void (*)(Table, Param<float>);
+
+template <class F>
+Kernel kernel_for(Pass pass) {
+  switch (pass) {
+    case Pass::kEncode: return encode_kernel<F>;
+    case Pass::kDecode: return decode_kernel<F>;
+    case Pass::kReduce: return decode_reduce_kernel<F>;
+  }
+  return nullptr;
 }
 
-// fn<F>(n_blocks) for the format of the codes, unless there is nothing to do.
-template <class Fn>
-Status with_format(const char* what, DType code, size_t n_elems, const float* maxima, const Fn& fn) {
+Kernel find_kernel(DType code, ReduceOp op, std::span<const CodedSegment> segments, int n_srcs, int plain) {
+  const auto is_encoded = [](const CodedSegment& s) { return s.message != nullptr; };
+  Pass pass = Pass::kReduce;
+  const bool of_one = op == ReduceOp::kSum && n_srcs == 1;
+  if (of_one && plain == 0 && std::all_of(segments.begin(), segments.end(), is_encoded)) pass = Pass::kEncode;
+  if (of_one && plain < 0 && std::none_of(segments.begin(), segments.end(), is_encoded)) pass = Pass::kDecode;
+  return code == DType::kInt8         ? kernel_for<BlockInt8>(pass)
+         : code == DType::kFloat8E4M3 ? kernel_for<BlockFloat8>(pass)
+         : code == DType::kFloat16    ? kernel_for<BlockFloat16>(pass)
+                                      : kernel_for<BlockBFloat16>(pass);
+}
+
+Status refuse(const std::string& why) { return Status::error(Code::kValue, "cuda reduce_coded: " + why); }
+
+Status check(DType code, ReduceOp op, std::span<const CodedSegment> segments, int n_srcs, int plain) {
   if (!cuda::blocks_supported(code)) {
-    return Status::error(
-        Code::kValue, format("cuda %s: codes of %s; expected int8, float8_e4m3fn, float16 or bfloat16", what,
-                             dtype_name(code)));
+    return refuse(format("codes of %s; expected int8, float8_e4m3fn, float16 or bfloat16", dtype_name(code)));
   }
-  if (reinterpret_cast<uintptr_t>(maxima) % alignof(float) != 0) {
-    return Status::error(Code::kValue, format("cuda %s: maxima must be aligned to 4 bytes", what));
+  if (op != ReduceOp::kSum && op != ReduceOp::kAvg)
+    return refuse(format("%s; expected sum or avg", reduce_op_name(op)));
+  if (n_srcs < 1 || n_srcs > kMaxReduceSrcs)
+    return refuse(format("%d sources; expected 1 to %d", n_srcs, kMaxReduceSrcs));
+  if (plain < -1 || plain >= n_srcs)
+    return refuse(format("source %d of %d is not coded; expected one of them, or -1", plain, n_srcs));
+  const auto is_aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kPackBytes == 0; };
+  for (const CodedSegment& s : segments) {
+    bool all = is_aligned(s.message);
+    for (int k = 0; k < n_srcs; ++k) all &= k == plain || is_aligned(s.srcs[k]);
+    if (!all) return refuse("messages must be aligned to 16 bytes");
+    if (s.message == nullptr && s.residual != nullptr) return refuse("a residual goes with a message only");
   }
-  if (n_elems == 0) return {};
-  unsigned n_blocks = 0;
-  PYCOMM_RETURN_IF_ERROR(grid_for(n_elems, &n_blocks));
-  const cudaError_t error = code == DType::kInt8         ? fn.template operator()<BlockInt8>(n_blocks)
-                            : code == DType::kFloat8E4M3 ? fn.template operator()<BlockFloat8>(n_blocks)
-                            : code == DType::kFloat16    ? fn.template operator()<BlockFloat16>(n_blocks)
-                                                         : fn.template operator()<BlockBFloat16>(n_blocks);
-  return check_cuda(error, format("cuda %s: %s", what, dtype_name(code)));
+  return {};
 }
 
 }  // namespace
@@ -195,31 +289,35 @@ bool blocks_supported(DType code) {
          code == DType::kBFloat16;
 }
 
-Status block_maxima(const float* src, size_t n_elems, float* maxima, Stream stream) {
-  if (reinterpret_cast<uintptr_t>(maxima) % alignof(float) != 0) {
-    return Status::error(Code::kValue, "cuda block_maxima: maxima must be aligned to 4 bytes");
+Status reduce_coded(DType code, ReduceOp op, std::span<const CodedSegment> segments, int n_srcs, int plain,
+                    double scalar, Stream stream) {
+  PYCOMM_RETURN_IF_ERROR(check(code, op, segments, n_srcs, plain));
+  const Kernel kernel = find_kernel(code, op, segments, n_srcs, plain);
+  const auto enqueue = [&](const Table& table) -> Status {
+    unsigned n_blocks = 0;
+    PYCOMM_RETURN_IF_ERROR(blocks_for(table.segments.n_chunks(), &n_blocks));
+    return check_cuda(launch(kernel, n_blocks, kThreads, stream, table, make_param<float>(op, scalar)),
+                      format("cuda reduce_coded: %s", dtype_name(code)));
+  };
+  Table table;
+  table.n_srcs = n_srcs;
+  table.plain = plain;
+  for (const CodedSegment& s : segments) {
+    if (s.n_elems == 0) continue;
+    const bool room = (table.segments.n + 1) * (n_srcs + kOwnPointers) <= kMaxPointers;
+    if (!room || !table.segments.add(s.n_elems, kChunkElems)) {
+      if (table.segments.n > 0) PYCOMM_RETURN_IF_ERROR(enqueue(table));
+      table.segments.n = 0;
+      if (!table.segments.add(s.n_elems, kChunkElems))
+        return refuse(format("a segment of %zu elements is too long", s.n_elems));
+    }
+    const void** pointers = table.pointers + (table.segments.n - 1) * (n_srcs + kOwnPointers);
+    *pointers++ = s.dst;
+    *pointers++ = s.message;
+    *pointers++ = s.residual;
+    for (int k = 0; k < n_srcs; ++k) *pointers++ = s.srcs[k];
   }
-  if (n_elems == 0) return {};
-  unsigned n_blocks = 0;
-  PYCOMM_RETURN_IF_ERROR(grid_for(n_elems, &n_blocks));
-  return check_cuda(launch(block_maxima_kernel, n_blocks, kThreads, stream, src, n_elems, maxima),
-                    "cuda block_maxima");
-}
-
-Status quantize(DType code, void* codes, float* src, size_t n_elems, const float* maxima, bool feedback,
-                Stream stream) {
-  return with_format("quantize", code, n_elems, maxima, [&]<class F>(unsigned n_blocks) {
-    return launch(quantize_kernel<F>, n_blocks, kThreads, stream, static_cast<typename F::Store*>(codes), src,
-                  n_elems, maxima, feedback);
-  });
-}
-
-Status dequantize(DType code, float* dst, const void* codes, size_t n_elems, const float* maxima,
-                  Stream stream) {
-  return with_format("dequantize", code, n_elems, maxima, [&]<class F>(unsigned n_blocks) {
-    return launch(dequantize_kernel<F>, n_blocks, kThreads, stream, dst,
-                  static_cast<const typename F::Store*>(codes), n_elems, maxima);
-  });
+  return table.segments.n > 0 ? enqueue(table) : Status();
 }
 
 }  // namespace pycomm::cuda

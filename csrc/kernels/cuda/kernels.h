@@ -8,7 +8,7 @@
 //
 // Fast is memory of which all pointers of a segment have the same remainder modulo 16 (for casts: reach a
 // multiple of 16 at the same element); the rest goes element by element. Cost: one read per source and one
-// write per element, one launch per about 64 (reduce) or 128 (the others) segments.
+// write per element, one launch per about 64 (reductions) or 128 (the others) segments.
 #pragma once
 
 #include <cstddef>
@@ -17,6 +17,7 @@
 
 #include "base/dtype.h"
 #include "base/status.h"
+#include "kernels/blocks.h"
 #include "kernels/cast.h"
 
 struct CUstream_st;
@@ -72,14 +73,27 @@ size_t norm_workspace_bytes(DType dtype, std::span<const ConstBlock> tensors);
 Status norm(DType dtype, std::span<const ConstBlock> tensors, void* workspace, NormResult* result,
             Stream stream);
 
-// ---- codes of 8 or 16 bits with a scale per block of 256: as kernels/blocks.h, with the same bits
+// ---- coded vectors: codes of 8 or 16 bits with a scale per block of 256, as kernels/blocks.h
 
-// maxima are aligned to 4.
+// A *message* of n float32 values: its n_blocks(n) maxima, from coded_begin(n) on its codes, and codes of 0
+// up to a multiple of four. It is aligned to 16.
+constexpr size_t coded_begin(size_t n_elems) { return (n_blocks(n_elems) * sizeof(float) + 15) / 16 * 16; }
+constexpr size_t coded_bytes(DType code, size_t n_elems) {
+  return coded_begin(n_elems) + (n_elems + 3) / 4 * 4 * dtype_size(code);
+}
+
+struct CodedSegment {
+  float* dst;               // may be the source that is not coded, exactly
+  void* message;            // null: the result is not encoded
+  float* residual;          // null: without error feedback
+  const void* const* srcs;  // n_srcs messages; but float32 values at `plain`, which is -1 when there are none
+  size_t n_elems;
+};
 bool blocks_supported(DType code);
-Status block_maxima(const float* src, size_t n_elems, float* maxima, Stream stream);
-Status quantize(DType code, void* codes, float* src, size_t n_elems, const float* maxima, bool feedback,
-                Stream stream);
-Status dequantize(DType code, float* dst, const void* codes, size_t n_elems, const float* maxima,
-                  Stream stream);
+// One pass: v = finish(T(decoded sources)), op sum or avg, as reduce. Without a message dst = v. With one,
+// the codes of v + residual go there, residual gets what they do not say, and dst, if not null, what they
+// say.
+Status reduce_coded(DType code, ReduceOp op, std::span<const CodedSegment> segments, int n_srcs, int plain,
+                    double scalar, Stream stream);
 
 }  // namespace pycomm::cuda

@@ -67,12 +67,16 @@ if(NOT PYCOMM_SANITIZE STREQUAL "thread")
 pycomm_mutant(segment_of_a_chunk chunks.cuh
   "segments.end[middle] > chunk" "segments.end[middle] >= chunk" norm.cu "Cuda/Norm.Is*")
 pycomm_mutant(whole_warp blocks.cu
-  "int bits = kBlockLanes / 2" "int bits = kBlockLanes / 4" blocks.cu "Cuda/Blocks.Every*")
-pycomm_mutant(tail_overrun blocks.cu
-  "store_lane<F>(codes + at, n - at, scaled)" "store_lane<F>(codes + at, kLaneElems, scaled)" blocks.cu
-  "Cuda/Blocks.Every*")
+  "int bits = kWarp / 2" "int bits = kWarp / 4" blocks.cu "Cuda/Blocks.Encode*")
+pycomm_mutant(tail_overrun block_runs.cuh
+  "n_left >= kRunElems && reinterpret_cast<uintptr_t>(to)" "n_left > 0 && reinterpret_cast<uintptr_t>(to)" blocks.cu
+  "Cuda/Blocks.Encode*")
 pycomm_mutant(feedback_of_a_block_that_is_not_finite blocks.cu
-  "not_finite ? 0.0f : lost" "lost" blocks.cu "Cuda/Blocks.Every*")
+  "not_finite ? 0.0f : x - said.v[i]" "x - said.v[i]" blocks.cu "Cuda/Blocks.Encode*")
+pycomm_mutant(own_source_of_a_pair blocks.cu
+  "k + 1 == plain ? own" "k == plain ? own" blocks.cu "Cuda/Blocks.Reduce*")
+pycomm_mutant(order_within_a_group blocks.cu
+  "add(left, add(v[2], v[3]))" "add(add(left, v[2]), v[3])" blocks.cu "Cuda/Blocks.Reduce*")
 pycomm_mutant(tail_missing cast.cu
   "i < chunk.n_elems - n_in_steps;" "i < head;" cast.cu "Cuda/Cast.Lengths*")
 pycomm_mutant(alignment_of_one_side cast.cu

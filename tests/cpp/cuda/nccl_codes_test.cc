@@ -1,6 +1,6 @@
 // All-reduce and its kin with block codes over NCCL, against the CPU's kernels (kernels/blocks.h), bit for
-// bit: every contribution but the owner's own is encoded, T in float32 at the owner, the result encoded once
-// more.
+// bit: every contribution but the owner's own is encoded, T in float32 at the owner, an all-reduce's result
+// encoded once more.
 #include <gtest/gtest.h>
 
 #include "cuda/nccl_worker.h"
@@ -22,6 +22,28 @@ Floats said(DType code, const Floats& values, Floats* lost) {
   return out;
 }
 
+constexpr int kRoot = 1;            // of reduce, modulo the ranks
+constexpr size_t kReduceParts = 3;  // its pipeline's depth
+
+struct Setting {
+  Collective collective;
+  DType code;
+  ReduceOp op;
+  size_t count, slice;
+  bool in_place, residual;
+  DType dtype = DType::kFloat32;
+
+  size_t n_parts(size_t n_ranks) const { return collective == Collective::kReduce ? kReduceParts : n_ranks; }
+  size_t owner(size_t part, size_t n_ranks) const {
+    return collective == Collective::kReduce ? kRoot % n_ranks : part;
+  }
+  // Parts are equal up to 64 bytes.
+  size_t part_begin(size_t part, size_t n_ranks) const {
+    const size_t n = n_parts(n_ranks), line = 64 / dtype_size(dtype);
+    return std::min(count, ((count + n - 1) / n + line - 1) / line * line * part);
+  }
+};
+
 struct Expected {
   Floats out;
   std::vector<Floats> residuals;  // of each rank
@@ -33,16 +55,14 @@ Floats plus(const Floats& a, const Floats& b) {
   return sum;
 }
 
-// One all_reduce/direct of the vectors; parts are equal up to `line` elements, slices of `slice` elements.
-Expected all_reduce(DType code, ReduceOp op, const std::vector<Floats>& in, std::vector<Floats> residuals,
-                    bool with_residual, size_t slice, size_t line) {
-  const size_t n = in.size(), count = in[0].size();
-  const size_t base = ((count + n - 1) / n + line - 1) / line * line;
-  Expected e{Floats(count), std::move(residuals)};
-  for (size_t owner = 0; owner < n; owner++) {
-    const size_t end = std::min(count, base * (owner + 1));
-    for (size_t at = std::min(count, base * owner); at < end; at += slice) {
-      const size_t len = std::min(slice, end - at);
+// One call of the direct algorithm.
+Expected expected(const Setting& x, const std::vector<Floats>& in, std::vector<Floats> residuals) {
+  const size_t n = in.size();
+  Expected e{Floats(x.count), std::move(residuals)};
+  for (size_t part = 0; part < x.n_parts(n); part++) {
+    const size_t owner = x.owner(part, n), end = x.part_begin(part + 1, n);
+    for (size_t at = x.part_begin(part, n); at < end; at += x.slice) {
+      const size_t len = std::min(x.slice, end - at);
       const auto cut = [&](const Floats& v) {
         Floats piece(len);
         std::copy_n(v.data() + at, len, piece.data());
@@ -50,8 +70,8 @@ Expected all_reduce(DType code, ReduceOp op, const std::vector<Floats>& in, std:
       };
       const auto encode = [&](const Floats& values, Floats* residual) {
         Floats lost;
-        const Floats out = said(code, with_residual ? plus(cut(*residual), values) : values, &lost);
-        if (with_residual) std::copy_n(lost.data(), len, residual->data() + at);
+        const Floats out = said(x.code, x.residual ? plus(cut(*residual), values) : values, &lost);
+        if (x.residual) std::copy_n(lost.data(), len, residual->data() + at);
         return out;
       };
       std::vector<Floats> operands;
@@ -61,9 +81,10 @@ Expected all_reduce(DType code, ReduceOp op, const std::vector<Floats>& in, std:
       std::vector<const void*> srcs;
       for (const Floats& o : operands) srcs.push_back(o.data());
       void* dst = sum.data();
-      find_reduce(DType::kFloat32, op)(&dst, 1, srcs.data(), static_cast<int>(n), len,
-                                       static_cast<double>(n));
-      const Floats result = n == 1 ? sum : encode(sum, &e.residuals[owner]);
+      find_reduce(DType::kFloat32, x.op == ReduceOp::kPremulSum ? ReduceOp::kSum : x.op)(
+          &dst, 1, srcs.data(), static_cast<int>(n), len, static_cast<double>(n));
+      const bool is_sent = x.collective == Collective::kAllReduce && n > 1;
+      const Floats result = is_sent ? encode(sum, &e.residuals[owner]) : sum;
       std::copy_n(result.data(), len, e.out.data() + at);
     }
   }
@@ -75,14 +96,6 @@ Bytes bytes_of(const Floats& v) {
   if (!v.empty()) std::memcpy(b.data(), v.data(), b.size());
   return b;
 }
-
-struct Setting {
-  DType code;
-  ReduceOp op;
-  size_t count, slice;
-  bool in_place, residual;
-  DType dtype = DType::kFloat32;
-};
 
 // A vector as float32 numbers, multiplied as premul_sum does.
 Floats floats_of(const Bytes& b, DType dtype, float factor) {
@@ -99,13 +112,19 @@ Status run_setting(NcclRank& me, cuda::DeviceStreams& streams, const Setting& x,
   std::vector<Floats> residuals(n, Floats(x.count));
   void* const residual = arena.place(bytes_of(residuals[r]), 4);
   cuda::RoundPlan plan;
-  PYCOMM_RETURN_IF_ERROR(make_round_plan(*find_algorithm(Collective::kAllReduce, "direct"), me.rank, me.n, 0,
-                                         0, x.in_place, &plan));
+  PYCOMM_RETURN_IF_ERROR(make_round_plan(*find_algorithm(x.collective, "direct"), me.rank, me.n, kRoot % me.n,
+                                         kReduceParts, x.in_place, &plan));
+  // What this rank has of the result.
+  size_t first = 0, n_out = x.collective == Collective::kAllReduce || r == kRoot % n ? x.count : 0;
+  if (x.collective == Collective::kReduceScatter) {
+    first = x.part_begin(r, n);
+    n_out = x.part_begin(r + 1, n) - first;
+  }
   cuda::NcclRounds rounds(me.comm, streams, x.slice * 4);
-  const size_t n_bytes = x.count * dtype_size(x.dtype);
+  const size_t size = dtype_size(x.dtype), n_bytes = x.count * size;
   const bool premul = x.op == ReduceOp::kPremulSum;
-  void* const in = arena.place(n_bytes, 0);
-  void* const out = x.in_place ? in : arena.place(n_bytes, 8);
+  auto* const in = static_cast<std::byte*>(arena.place(n_bytes, 0));
+  void* const out = x.in_place ? in + first * size : arena.place(n_out * size, 8);
   void* scratch = nullptr;
   for (int call = 0; call < 3; call++) {
     std::vector<Floats> all;
@@ -115,8 +134,7 @@ Status run_setting(NcclRank& me, cuda::DeviceStreams& streams, const Setting& x,
       given.push_back(make_input(x.dtype, x.op, false, x.count, rng));
       all.push_back(floats_of(given[q], x.dtype, static_cast<float>(by)));
     }
-    Expected want = all_reduce(x.code, premul ? ReduceOp::kSum : x.op, all, residuals, x.residual, x.slice,
-                               64 / dtype_size(x.dtype));
+    Expected want = expected(x, all, residuals);
     residuals = want.residuals;
     Bytes result(n_bytes);
     cast(x.dtype, result.data(), DType::kFloat32, want.out.data(), x.count, 1.0f);
@@ -141,9 +159,12 @@ Status run_setting(NcclRank& me, cuda::DeviceStreams& streams, const Setting& x,
       (void)me.comm.abort();
       return Status::error(Code::kSystem, "the stream does not end");
     }
-    const std::string what = format("%s %s of %d ranks, %d elements, call %d: ", dtype_name(x.code),
-                                    reduce_op_name(x.op), me.n, static_cast<int>(x.count), call);
-    const auto got = same(x.dtype, arena.read(out, n_bytes), result);
+    const std::string what =
+        format("%s: %s %s of %d ranks, %d elements, call %d: ", collective_name(x.collective),
+               dtype_name(x.code), reduce_op_name(x.op), me.n, static_cast<int>(x.count), call);
+    const auto at = result.begin() + static_cast<ptrdiff_t>(first * size);
+    const auto got =
+        same(x.dtype, arena.read(out, n_out * size), Bytes(at, at + static_cast<ptrdiff_t>(n_out * size)));
     if (!got && wrong->ok()) *wrong = Status::error(Code::kSystem, what + got.message());
     const auto kept = same(DType::kFloat32, arena.read(residual, x.count * 4), bytes_of(residuals[r]));
     if (!kept && wrong->ok()) *wrong = Status::error(Code::kSystem, what + "residual: " + kept.message());
@@ -153,27 +174,102 @@ Status run_setting(NcclRank& me, cuda::DeviceStreams& streams, const Setting& x,
   return Status();
 }
 
-TEST(NcclCodes, AllReduceIsWhatTheCpuSays) {
-  for (const int n : {1, 2, 3, 5, 8}) {
-    run_nccl_ranks(n, [](NcclRank& me) -> Status {
+void all_are_what_the_cpu_says(std::initializer_list<Setting> settings,
+                               std::initializer_list<int> n_ranks = {1, 2, 3, 5, 8}) {
+  for (const int n : n_ranks) {
+    run_nccl_ranks(n, [settings](NcclRank& me) -> Status {
       std::unique_ptr<cuda::DeviceStreams> streams;
       PYCOMM_RETURN_IF_ERROR(cuda::DeviceStreams::make(me.rank, &streams));
       Status wrong;
-      for (const Setting& x :
-           {Setting{DType::kInt8, ReduceOp::kAvg, 2000, 512, true, true},
-            Setting{DType::kInt8, ReduceOp::kSum, 1999, 256, false, false},
-            Setting{DType::kFloat8E4M3, ReduceOp::kAvg, 777, 4096, false, true},
-            Setting{DType::kFloat16, ReduceOp::kSum, 3, 64, true, false},
-            Setting{DType::kBFloat16, ReduceOp::kAvg, 601, 128, true, true},
-            Setting{DType::kInt8, ReduceOp::kPremulSum, 900, 512, true, true},
-            Setting{DType::kInt8, ReduceOp::kSum, 901, 512, true, true, DType::kBFloat16},
-            Setting{DType::kFloat8E4M3, ReduceOp::kAvg, 900, 256, false, false, DType::kFloat16},
-            Setting{DType::kInt8, ReduceOp::kAvg, 0, 64, false, true}}) {
-        PYCOMM_RETURN_IF_ERROR(run_setting(me, *streams, x, &wrong));
-      }
+      for (const Setting& x : settings) PYCOMM_RETURN_IF_ERROR(run_setting(me, *streams, x, &wrong));
       return wrong;
     });
   }
+}
+
+TEST(NcclCodes, AllReduceIsWhatTheCpuSays) {
+  constexpr Collective kCollective = Collective::kAllReduce;
+  all_are_what_the_cpu_says(
+      {{kCollective, DType::kInt8, ReduceOp::kAvg, 2000, 512, true, true},
+       {kCollective, DType::kInt8, ReduceOp::kSum, 1999, 256, false, false},
+       {kCollective, DType::kFloat8E4M3, ReduceOp::kAvg, 777, 4096, false, true},
+       {kCollective, DType::kFloat16, ReduceOp::kSum, 3, 64, true, false},
+       {kCollective, DType::kBFloat16, ReduceOp::kAvg, 601, 128, true, true},
+       {kCollective, DType::kInt8, ReduceOp::kPremulSum, 900, 512, true, true},
+       {kCollective, DType::kInt8, ReduceOp::kSum, 901, 512, true, true, DType::kBFloat16},
+       {kCollective, DType::kFloat8E4M3, ReduceOp::kAvg, 900, 256, false, false, DType::kFloat16},
+       {kCollective, DType::kInt8, ReduceOp::kAvg, 0, 64, false, true}});
+}
+
+TEST(NcclCodes, ReduceScatterAndReduceAreWhatTheCpuSays) {
+  constexpr Collective kScatter = Collective::kReduceScatter, kReduce = Collective::kReduce;
+  all_are_what_the_cpu_says({{kScatter, DType::kInt8, ReduceOp::kAvg, 2000, 512, true, true},
+                             {kScatter, DType::kFloat8E4M3, ReduceOp::kSum, 777, 64, false, true},
+                             {kScatter, DType::kFloat16, ReduceOp::kAvg, 17, 4096, false, false},
+                             {kReduce, DType::kInt8, ReduceOp::kAvg, 2000, 256, true, true},
+                             {kReduce, DType::kBFloat16, ReduceOp::kSum, 1201, 4096, false, true}});
+}
+
+TEST(NcclCodes, ReductionsThatAreCutAreWhatTheCpuSays) {
+  all_are_what_the_cpu_says(
+      {{Collective::kAllReduce, DType::kInt8, ReduceOp::kSum, 700, 512, false, true},
+       {Collective::kReduceScatter, DType::kFloat16, ReduceOp::kSum, 700, 512, true, true}},
+      {33});
+}
+
+// Codes need no memory but their messages': no step reads or writes scratch, and what lands in staging is an
+// operand of one reduction. Results that leave were made in the round before. (Up to 32 ranks: what the
+// kernels combine at once.)
+TEST(NcclCodes, DirectTouchesTensorsAndMessagesOnly) {
+  int n_combined = 0;
+  for (const Collective c : {Collective::kAllReduce, Collective::kReduceScatter, Collective::kReduce}) {
+    for (const int n : {1, 2, 3, 4, 5, 7, 8, 13, 16, 32}) {
+      for (int rank = 0; rank < n; rank++) {
+        for (const bool in_place : {false, true}) {
+          cuda::RoundPlan plan;
+          const Status made = make_round_plan(*find_algorithm(c, "direct"), rank, n, kRoot % n, kReduceParts,
+                                              in_place, &plan);
+          ASSERT_TRUE(made.ok()) << made.message();
+          ASSERT_TRUE(plan.complete);
+          std::vector<uint32_t> results;  // of the round before
+          for (const cuda::PlanRound& round : plan.rounds) {
+            for (const cuda::Outgoing& s : round.sends) {
+              if (s.chunk < plan.n_in) continue;
+              ASSERT_LT(s.chunk, plan.n_in + plan.n_out);
+              ASSERT_NE(std::find(results.begin(), results.end(), s.chunk), results.end());
+            }
+            results.clear();
+            std::vector<int> n_reads(round.recvs.size());
+            for (const cuda::Batch& batch : round.batches) {
+              for (const cuda::LocalStep& step : batch.steps) {
+                ASSERT_FALSE(step.dst.staged);
+                ASSERT_LT(step.dst.at, plan.n_in + plan.n_out);
+                if (batch.n_srcs > 1) results.push_back(step.dst.at);
+                for (size_t q = 0; q < step.srcs.size(); q++) {
+                  const cuda::Operand o = step.srcs[q];
+                  ASSERT_TRUE(o.staged || o.at < plan.n_in + plan.n_out);
+                  bool came = false;
+                  for (size_t i = 0; i < round.recvs.size(); i++) {
+                    if (!(round.recvs[i].place == o)) continue;
+                    came = true;
+                    n_reads[i]++;
+                    ASSERT_EQ(round.recvs[i].peer, static_cast<int>(q));
+                  }
+                  ASSERT_EQ(batch.n_srcs > 1 && came, n > 1 && static_cast<int>(q) != rank);
+                  n_combined += came;
+                }
+              }
+            }
+            for (size_t i = 0; i < round.recvs.size(); i++) {
+              const cuda::Operand place = round.recvs[i].place;
+              ASSERT_TRUE(n_reads[i] == 1 || (n_reads[i] == 0 && !place.staged));
+            }
+          }
+        }
+      }
+    }
+  }
+  EXPECT_GT(n_combined, 0);
 }
 
 TEST(NcclCodes, WhatDoesNotGoTogetherIsRefused) {

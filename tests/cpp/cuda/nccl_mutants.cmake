@@ -36,6 +36,8 @@ pycomm_nccl_mutant(reduction_before_its_transfer engine/cuda/nccl_rounds.cc
 pycomm_nccl_mutant(end_before_the_transfers engine/cuda/nccl_rounds.cc
   "return streams_.order(streams_.reduce(), streams_.comm(), kBetween);\n  }\n\n private:" "return Status();\n  }\n\n private:"
   "Nccl/EveryAlgorithm.Computes*/all_reduce_direct:NcclRounds.*:Nccl/EveryReduction.*/reduce_binomial")
+pycomm_nccl_mutant(result_without_its_residual engine/cuda/nccl_rounds.cc
+  "      s.residual = residual(step.part, tile);" "" "NcclCodes.AllReduce*")
 pycomm_nccl_mutant(group_that_is_not_on_its_stream_yet transport/cuda/nccl_comm.cc
   "return settle(api().group_end(), \"ncclGroupEnd\", patience);" "(void)api().group_end(); return Status();"
   "NcclComm.AGroupReturns*")
