@@ -278,7 +278,7 @@ std::shared_ptr<DeviceHeritage> DeviceEngine::bequeath(std::vector<int> excluded
 }
 
 bool DeviceEngine::is_idle() const {
-  return impl_->failure->failed.load() || cudaStreamQuery(impl_->stream()) != cudaErrorNotReady;
+  return impl_->failure->failed.load() || !stream_is_busy(impl_->device, impl_->stream());
 }
 
 Status DeviceEngine::failure() const {

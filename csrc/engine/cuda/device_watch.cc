@@ -162,7 +162,7 @@ bool DeviceEngine::Impl::await_end() {
   }
   const double begin_s = monotonic_s();
   auto pause = std::chrono::microseconds(10);
-  while (cudaStreamQuery(stream()) == cudaErrorNotReady) {
+  while (stream_is_busy(device, stream())) {
     if (failure->failed.load()) {
       const double end_s =
           std::max(failure->at_s.load() + nccl::NcclComm::kAbortTimeout_s, begin_s + kAtLeastS);

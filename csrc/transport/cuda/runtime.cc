@@ -54,14 +54,31 @@ Status device_id(int device, DeviceId* out) {
                                              device, error));
 }
 
+namespace {
+
+template <class Ask>
+cudaError_t ask_relaxed(const Ask& ask) {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  const cudaError_t answer = ask();
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  return answer;
+}
+
+}  // namespace
+
+bool stream_is_busy(int device, cudaStream_t stream) {
+  const DeviceGuard guard(device);
+  const cudaError_t answer = ask_relaxed([&] { return cudaStreamQuery(stream); });
+  if (answer != cudaSuccess) (void)cudaGetLastError();  // or the next launch would report it
+  return guard.status().ok() && answer == cudaErrorNotReady;
+}
+
 Status event_passed(int device, cudaEvent_t event, bool* passed) {
   *passed = false;
   const DeviceGuard guard(device);
   PYCOMM_RETURN_IF_ERROR(guard.status());
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  (void)cudaThreadExchangeStreamCaptureMode(&mode);
-  const cudaError_t answer = cudaEventQuery(event);
-  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  const cudaError_t answer = ask_relaxed([&] { return cudaEventQuery(event); });
   *passed = answer == cudaSuccess;
   if (answer != cudaErrorNotReady)
     return cuda_status(answer, format("CUDA device %d has failed (cudaEventQuery)", device));

@@ -41,5 +41,7 @@ Status device_id(int device, DeviceId* out);
 // Whether what the event was recorded behind has ended. Asked for so that it spoils no capture, of whatever
 // thread. Not kOk: the device has failed, and nothing on it will end any more.
 Status event_passed(int device, cudaEvent_t event, bool* passed);
+// The same of all that is on a stream; a failed device is not busy.
+bool stream_is_busy(int device, cudaStream_t stream);
 
 }  // namespace pycomm

@@ -38,7 +38,7 @@ void shrink_after_a_stall(bool other_device, bool by_shrink) {
         const bool moves = other_device && self.rank == 0;
         DeviceRank there = self;
         if (moves) {
-          there.rank = 5;
+          there.device = 5;
           ASSERT_CUDA(cudaSetDevice(5));
           ASSERT_CUDA(cudaStreamCreateWithFlags(&there.stream, cudaStreamNonBlocking));
         }

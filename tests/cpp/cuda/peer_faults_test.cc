@@ -71,7 +71,7 @@ TEST(PeerFaults, TheCallsLimitCounts) {
     const Status s = self.pass();
     EXPECT_EQ(s.code(), Code::kTimeout);
     EXPECT_EQ(s.message(),
-              "all_reduce/two_shot of 4000 bytes over peer memory, call 2: rank 1 did not come; waited 7 s");
+              "all_reduce/two_shot of 4000 bytes over peer memory, call 3: rank 1 did not come; waited 7 s");
   });
 }
 
