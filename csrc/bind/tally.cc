@@ -26,7 +26,7 @@ namespace {
 constexpr int kIdle = 0;  // the other modes are Python's business (pycomm/ddp/tally.py)
 
 PyTypeObject *tally_type = nullptr, *hook_type = nullptr, *plain_tensor = nullptr;
-Attribute grad, dtype, layout, requires_grad;
+Attribute grad, dtype, layout, needs_grad;
 
 struct Counts {
   std::vector<int32_t> came;       // in order, with repetitions
@@ -244,7 +244,7 @@ PyObject* plain_gradients(PyObject*, PyObject* const* args, Py_ssize_t n_args) {
     int is_plain = gradient == nullptr ? -1 : Py_IS_TYPE(gradient, plain_tensor) ? 1 : 0;
     if (is_plain > 0) is_plain = has(dtype, gradient, args[1]);
     if (is_plain > 0) is_plain = has(layout, gradient, args[2]);
-    if (is_plain > 0) is_plain = has(requires_grad, gradient, Py_False);
+    if (is_plain > 0) is_plain = has(needs_grad, gradient, Py_False);
     if (is_plain > 0) continue;
     Py_DECREF(gradients);
     if (is_plain < 0) return nullptr;
@@ -267,7 +267,7 @@ PyMethodDef functions[] = {
 void tally_setup(PyObject* tensor) {
   plain_tensor = reinterpret_cast<PyTypeObject*>(Py_NewRef(tensor));
   static_cast<void>(grad.find(tensor, "grad") && dtype.find(tensor, "dtype") &&
-                    layout.find(tensor, "layout") && requires_grad.find(tensor, "requires_grad"));
+                    layout.find(tensor, "layout") && needs_grad.find(tensor, "requires_grad"));
 }
 
 void add_tally(py::module_& m) {

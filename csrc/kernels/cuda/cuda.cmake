@@ -46,7 +46,7 @@ elseif(NOT PYCOMM_CUDA STREQUAL "off")
     endif()
     set(PYCOMM_CUDA_ARCHITECTURES "${architectures}" CACHE STRING "CMAKE_CUDA_ARCHITECTURES of pycomm_cuda")
     add_library(pycomm_cuda STATIC ${cuda_sources})
-    set_target_properties(pycomm_cuda PROPERTIES
+    set_target_properties(pycomm_cuda PROPERTIES UNITY_BUILD OFF
       CUDA_ARCHITECTURES "${PYCOMM_CUDA_ARCHITECTURES}" CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_EXTENSIONS OFF
       CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
     set(nvcc_options --fmad=false -O3 --threads=3)  # an architecture each, or the last would keep one core
