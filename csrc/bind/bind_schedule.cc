@@ -87,8 +87,8 @@ void set_steps(Schedule& s, const std::vector<StepTuple>& list) {
   s.steps = std::move(steps);
 }
 
-Schedule build(const std::string& collective, const std::string& algorithm, int rank, int n_ranks, int root,
-               int n_chunks) {
+Schedule build_by_name(const std::string& collective, const std::string& algorithm, int rank, int n_ranks,
+                       int root, int n_chunks) {
   Schedule s;
   throw_if_error(build_schedule(parse_algorithm(collective, algorithm), rank, n_ranks, root, n_chunks, &s));
   return s;
@@ -213,8 +213,8 @@ void bind_schedule(py::module_& module) {
   m.attr("MAX_VERIFY_RANKS") = kMaxVerifyRanks;
   m.attr("MAX_COST_RANKS") = kMaxCostRanks;
   m.def("catalog", [] { return std::vector<Algorithm>(catalog().begin(), catalog().end()); });
-  m.def("build", &build, py::arg("collective"), py::arg("algorithm"), py::arg("rank"), py::arg("n_ranks"),
-        py::arg("root") = 0, py::arg("n_chunks") = 0);
+  m.def("build", &build_by_name, py::arg("collective"), py::arg("algorithm"), py::arg("rank"),
+        py::arg("n_ranks"), py::arg("root") = 0, py::arg("n_chunks") = 0);
   m.def(
       "text",
       [](const Schedule& s, const std::string& collective, const std::string& algorithm) {

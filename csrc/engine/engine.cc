@@ -159,7 +159,7 @@ void Engine::run_instr(Run& run, uint32_t tile, const Instr& instr) {
     const auto place = [&](Ref x, bool prefer_slot) -> std::byte* {
       const ChunkPlace& c = plan.chunks[x.rank][x.chunk];
       if (direct && (c.is_in || c.is_out)) {
-        const Address& a = run.addresses[x.rank];
+        const VectorAddress& a = run.addresses[x.rank];
         return (c.is_in ? a.in : a.out) + (vector_at + done) * size;
       }
       const bool own = x.rank == rank_;

@@ -46,7 +46,7 @@ struct Engine::Partition {
   }
 };
 
-struct Address {
+struct VectorAddress {
   std::byte* in = nullptr;
   std::byte* out = nullptr;
 };
@@ -67,7 +67,8 @@ struct Engine::Run {
   uint64_t in_origin = 0, out_origin = 0;  // the vector's element at which the tensor begins
   ReduceFn reduce = nullptr;               // plain reduction
   ReduceFn complete = nullptr;             // avg: with the division
-  std::vector<Address> addresses;  // direct: of every rank, shifted so that element 0 of the vector is here
+  std::vector<VectorAddress>
+      addresses;  // direct: of every rank, shifted so that element 0 of the vector is here
 
   Run(const Call& c, Group& group, CallerHooks* hooks, double timeout_s, uint32_t number, uint32_t n_parts)
       : call(c),

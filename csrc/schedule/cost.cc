@@ -140,7 +140,7 @@ class Simulation {
       Queue& q = queue_[r];
       const Step& s = *q.steps[q.step];
       const auto peer = static_cast<int>(s.peer);
-      const Link& link = model_.link(r, peer);
+      const LinkCost& link = model_.link(r, peer);
       const Cut::Message m = cut_.message(s, q.message);
       const double end = std::max(could, in_free_[peer]) + link.alpha_s + m.bytes * link.beta_s_per_byte;
       out_free_[r] = in_free_[peer] = end;
@@ -239,7 +239,7 @@ void slowest_rounds(const Schedule& s, const CostModel& model, const Cut& cut,
     for (; i < s.steps.size() && s.steps[i].round == round; i++) {
       const Step& step = s.steps[i];
       const double bytes = static_cast<double>(step.n_chunks) * cut.part_bytes;
-      const Link& link = model.link(s.rank, static_cast<int>(step.peer));
+      const LinkCost& link = model.link(s.rank, static_cast<int>(step.peer));
       const double travel = cut.n_messages(step) * link.alpha_s + bytes * link.beta_s_per_byte;
       switch (step.op()) {
         case StepOp::kSend: t.send += travel; break;

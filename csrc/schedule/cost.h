@@ -24,19 +24,19 @@
 
 namespace pycomm {
 
-struct Link {
+struct LinkCost {
   double alpha_s = 0;          // per message
   double beta_s_per_byte = 0;  // 1 / bandwidth
 };
 
 struct CostModel {
-  Link in_node;
-  Link between;
+  LinkCost in_node;
+  LinkCost between;
   double gamma_s_per_byte = 0;  // per reduced byte
   int ranks_per_node = 0;       // 0: all ranks are on one node
   double slice_bytes = 0;       // 0: messages are not cut
 
-  const Link& link(int a, int b) const {
+  const LinkCost& link(int a, int b) const {
     return ranks_per_node == 0 || a / ranks_per_node == b / ranks_per_node ? in_node : between;
   }
 };
