@@ -57,6 +57,7 @@ void Communicator::take_turn(Request* request) {
     request->call.sig.captured = request->turn->is_captured();
     return;
   }
+  if (first < 0) first_device_.store(-1);  // it was none
   request->refusal = s.message();
   request->refused_as = s.code();
 }
@@ -167,7 +168,11 @@ Status Communicator::execute_on_device(Request& request, CallerHooks* hooks, dou
                          "the first call of a communicator on CUDA cannot be captured into a CUDA "
                          "graph: make one before the capture");
   }
-  if (device_ == nullptr) PYCOMM_RETURN_IF_ERROR(make_device(call.device));
+  if (device_ == nullptr) {
+    Status s = make_device(call.device);
+    first_device_.store(s.ok() ? call.device : -1);
+    PYCOMM_RETURN_IF_ERROR(std::move(s));
+  }
   if (call.sig.kind == CallKind::kBarrier) return Status();  // all are here, and know their devices
   if (call.sig.kind == CallKind::kAllToAll) {
     Status s = compare_splits(call, hooks, timeout_s);

@@ -51,8 +51,11 @@ elseif(NOT PYCOMM_CUDA STREQUAL "off")
       CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
     set(nvcc_options --fmad=false -O3 --threads=3)  # an architecture each, or the last would keep one core
     if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
-      # All its drivers can unpack it. A third less time to compile for the same loops (docs/cuda.md).
-      list(APPEND nvcc_options --compress-mode=size --Ofast-compile min)
+      list(APPEND nvcc_options --compress-mode=size)  # all its drivers can unpack it
+      # A third less time to compile for the same loops; those of peers would spill registers.
+      set(quick ${cuda_sources})
+      list(FILTER quick INCLUDE REGEX "/(reduce|blocks|cast|norm)\\.cu$")
+      set_source_files_properties(${quick} PROPERTIES COMPILE_OPTIONS "--Ofast-compile;min")
     endif()
     target_compile_options(pycomm_cuda PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${nvcc_options}>")
     target_include_directories(pycomm_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})

@@ -130,7 +130,7 @@ PYCOMM_DEVICE bool enter(const PeerCall& call, PeerShared& shared, uint64_t* num
 
 // Every peer's block of this number has come here, and what its threads wrote before can be read. In phase 0
 // places are exchanged. False: the call is over.
-PYCOMM_DEVICE bool meet(const PeerCall& call, PeerShared& shared, uint64_t number, int phase) {
+PYCOMM_DEVICE_CALL bool meet(const PeerCall& call, PeerShared& shared, uint64_t number, int phase) {
   __syncthreads();
   const int k = static_cast<int>(threadIdx.x);
   if (k < call.n_ranks) {
@@ -273,7 +273,7 @@ PYCOMM_DEVICE bool is_two_shot(PeerKind kind) {
   return kind == PeerKind::kTwoShot || kind == PeerKind::kBroadcastTwoShot;
 }
 
-PYCOMM_DEVICE void stage(const PeerCall& call, uint64_t number) {
+PYCOMM_DEVICE_CALL void stage(const PeerCall& call, uint64_t number) {
   if (call.in == nullptr) return;
   if (!call.push && call.in_place != 0) return;
   const bool cut = cuts_input(call.kind);
@@ -300,7 +300,7 @@ PYCOMM_DEVICE void hand_out(const PeerCall& call, const PeerShared& shared) {
 }
 
 // The second meeting, where the call needs one, and what peers have written into the staging: to `out`.
-PYCOMM_DEVICE void finish(const PeerCall& call, PeerShared& shared, uint64_t number) {
+PYCOMM_DEVICE_CALL void finish(const PeerCall& call, PeerShared& shared, uint64_t number) {
   const bool two_shot = is_two_shot(call.kind);
   if (call.push && call.kind == PeerKind::kTwoShot) hand_out(call, shared);
   if (two_shot || reads_tensors(call, shared)) {

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #define PYCOMM_DEVICE __device__ __forceinline__
+#define PYCOMM_DEVICE_CALL static __device__ __noinline__  // what many kernels of a file do once
 #if defined(PYCOMM_CUDA_EMULATED)
 #define PYCOMM_UNROLL  // on the CPU only the time to compile would grow
 #define PYCOMM_NO_UNROLL

@@ -41,7 +41,7 @@ void set_current_context(void* context) {
 
 DeviceGuard::DeviceGuard(int device)
     : before_(current_context()),
-      status_(cuda_status(cudaSetDevice(device), format("cudaSetDevice(%d)", device))) {}
+      status_(cuda_status(cudaSetDevice(device), format("cuda:%d: cudaSetDevice", device))) {}
 
 DeviceGuard::~DeviceGuard() { set_current_context(before_); }
 
