@@ -400,7 +400,7 @@ Status Communicator::close(CallerHooks* hooks, double limit_s, const std::string
     lock.lock();
   }
   lock.unlock();
-  if (hooks != nullptr) hooks->before_block();  // for what is on the device's stream
+  if (hooks != nullptr && device_ != nullptr) hooks->before_block();  // for what is on the device's stream
   if (thread_.joinable()) thread_.join();
   double looked_s = monotonic_s();
   while (device_ != nullptr && !device_->is_idle()) {

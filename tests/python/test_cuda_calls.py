@@ -73,7 +73,7 @@ def refused_in_the_first_call(rank: int, size: int) -> None:
         (TypeError, "a size", ("x",), {"device": mine}),
         (ValueError, "too many bytes", (1 << 62, 1 << 62), {"device": mine}),
         (TypeError, "empty: device", (3,), {"device": 1.5}),
-        (pycomm.CommError, "cudaSetDevice(99)", (3,), {"device": "cuda:99"}),
+        (pycomm.CommError, "cuda:99: cudaSetDevice", (3,), {"device": "cuda:99"}),
     ]
     with pycomm.init(timeout=30) as comm:
         for kind, text, shape, options in wrong:
