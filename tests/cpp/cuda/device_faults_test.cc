@@ -7,12 +7,6 @@
 namespace pycomm {
 namespace {
 
-Status sum(DeviceRank& self, OnStream& t, const char* way, ReduceOp op = ReduceOp::kSum) {
-  Request r = self.request(CallKind::kAllReduce, DType::kFloat32, op, t.size() / 4);
-  r.call.in = r.call.out = Buffer(t.data(), t.size() / 4);
-  return self.call(&r, way);
-}
-
 // As a caller learns of it: from this call, or from one after it.
 Status until_failure(DeviceRank& self, OnStream& t, const char* way) {
   const double end_s = monotonic_s() + 20;

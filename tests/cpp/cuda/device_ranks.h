@@ -3,6 +3,10 @@
 // there, and nothing but the engine's events orders them against the communication stream.
 #pragma once
 
+#include <chrono>
+#include <thread>
+#include <utility>
+
 #include "cuda/memory.h"
 #include "engine/run_ranks.h"
 
@@ -85,5 +89,28 @@ class OnStream {
   void* all_ = nullptr;
   std::byte* data_ = nullptr;
 };
+
+// In place, of float32.
+inline Request sum_of(const DeviceRank& self, Buffer b, ReduceOp op = ReduceOp::kSum) {
+  Request r = self.request(CallKind::kAllReduce, DType::kFloat32, op, b.n_elems());
+  r.call.in = r.call.out = std::move(b);
+  return r;
+}
+inline Status sum(const DeviceRank& self, Buffer b, const char* way, ReduceOp op = ReduceOp::kSum) {
+  Request r = sum_of(self, std::move(b), op);
+  return self.call(&r, way);
+}
+inline Status sum(const DeviceRank& self, const OnStream& t, const char* way, ReduceOp op = ReduceOp::kSum) {
+  return sum(self, Buffer(t.data(), t.size() / 4), way, op);
+}
+
+// Without a look at the stream, which may be stuck for good.
+inline Status until_failure(const DeviceRank& self) {
+  const double end_s = monotonic_s() + 20;
+  Status s;
+  while ((s = self.comm->check_usable()).ok() && monotonic_s() < end_s)
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  return s;
+}
 
 }  // namespace pycomm

@@ -6,25 +6,6 @@
 namespace pycomm {
 namespace {
 
-Request sum_of(DeviceRank& self, Buffer b) {
-  Request r = self.request(CallKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, b.n_elems());
-  r.call.in = r.call.out = b;
-  return r;
-}
-
-Status sum(DeviceRank& self, Buffer b, const char* way) {
-  Request r = sum_of(self, std::move(b));
-  return self.call(&r, way);
-}
-
-Status until_failure(DeviceRank& self) {
-  const double end_s = monotonic_s() + 20;
-  Status s;
-  while ((s = self.comm->check_usable()).ok() && monotonic_s() < end_s)
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  return s;
-}
-
 // Rank 1 fails while the others wait for it in a replay: their streams pass, and they are told.
 TEST(DeviceReplays, ARankThatFailsIsNamed) {
   for (const char* way : {"nccl", "peer"}) {

@@ -17,21 +17,6 @@ struct Gate {
   void close(cudaStream_t stream) { ASSERT_CUDA(cudaLaunchHostFunc(stream, &Gate::wait, this)); }
 };
 
-Status sum(DeviceRank& self, OnStream& t, const char* way) {
-  Request r = self.request(CallKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, t.size() / 4);
-  r.call.in = r.call.out = Buffer(t.data(), t.size() / 4);
-  return self.call(&r, way);
-}
-
-// Without a look at the stream, which may be stuck for good.
-Status until_failure(DeviceRank& self) {
-  const double end_s = monotonic_s() + 20;
-  Status s;
-  while ((s = self.comm->check_usable()).ok() && monotonic_s() < end_s)
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  return s;
-}
-
 void expect_close_in_time(DeviceRank& self) {
   const double begin_s = monotonic_s();
   PYCOMM_ASSERT_OK(self.comm->close(nullptr));
