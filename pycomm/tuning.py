@@ -131,14 +131,18 @@ def _row(row: list[Any]) -> Row:
 
 
 def _cached(comm: Communicator) -> Table | None:
-    """Rank 0's: the cached table for these ranks, when this version of pycomm can use it."""
+    """Rank 0's: the cached table for these ranks, when this version of pycomm can use it.
+
+    It is tried, and not left in place: the calls that tell the other ranks of it need the same on all.
+    """
     before = read(comm)
     table = load_file(comm.size)
     if table is not None:
         try:
             apply(comm, table)
         except ValueError as error:  # written by another version, or by hand
-            apply(comm, before)
             cache_files.ignored(cache_file(comm.size), error)
             return None
+        finally:
+            apply(comm, before)
     return table

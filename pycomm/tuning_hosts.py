@@ -188,7 +188,7 @@ def _row(row: Any) -> Row:
 
 
 def _cached(comm: Communicator) -> Table | None:
-    """Rank 0's: the cached table for these hosts, when this version of pycomm can use it."""
+    """Rank 0's: the cached table for these hosts, when this version of pycomm can use it; tried, not kept."""
     path, before = cache_file(comm), read(comm)
     table = cache_files.load(path, FORMAT)
     if table is None:
@@ -197,6 +197,7 @@ def _cached(comm: Communicator) -> Table | None:
         apply(comm, table)
         return read(comm)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        apply(comm, before)
         cache_files.ignored(path, error)
         return None
+    finally:
+        apply(comm, before)

@@ -231,3 +231,19 @@ def test_a_cache_of_another_version_costs_a_second_not_a_job(tmp_path: Path, row
     assert str(path) in said[0] and said[1] == ""
     assert json.loads(path.read_text())["table"]["all_reduce"] != rows, "measured anew"
     assert run_ranks(2, with_cache, str(tmp_path)) == ["", ""]
+
+
+def selection_of(rank: int, size: int, folder: str) -> tuple[tuning.Table, str]:
+    said = with_cache(rank, size, folder)
+    with pycomm.init(timeout=20) as comm:
+        return tuning.read(comm), said
+
+
+def test_a_cached_table_unlike_the_default_is_told_by_calls_alike_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYCOMM_CACHE_DIR", str(tmp_path))
+    table = {name: [[2**64 - 1, "direct", "direct", 524288]] for name in tuning.COLLECTIVES}
+    tuning.cache_file(3).write_text(json.dumps({"format": tuning.FORMAT, "table": table}))
+    for read, said in run_ranks(3, selection_of, str(tmp_path)):
+        assert read == {name: [tuple(row) for row in rows] for name, rows in table.items()} and said == ""
