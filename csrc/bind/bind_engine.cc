@@ -89,7 +89,10 @@ py::object call(PyCommunicator& self, int kind, py::object in, py::object out, c
   const bool large = c.in.n_elems() + c.out.n_elems() > kKeepGilBytes / dtype_size(c.sig.dtype);
   if (large || c.device >= 0) hooks.before_block();  // NCCL may have to connect, which knows no hooks
   s = self.comm->run(*request, &hooks);
-  if (s.ok() && request->end != nullptr) s = end_on_host(*request->end, &hooks);
+  if (request->end != nullptr) {
+    Status ended = end_on_host(*request->end, &hooks);
+    if (s.ok()) s = std::move(ended);
+  }
   raise_after(hooks, s);
   return py::bool_(true);
 }

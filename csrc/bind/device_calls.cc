@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "bind/bind.h"
 #include "bind/hooks.h"
@@ -13,7 +15,12 @@ namespace py = pybind11;
 namespace pycomm {
 
 Status end_on_host(const DeviceEnd& end, CallerHooks* hooks) {
-  return DeviceEngine::is_emulated() ? end.wait(-1, hooks) : Status();
+  constexpr double kLongestS = 30;  // after a failure, whose abort is bounded, too
+  if (!DeviceEngine::is_emulated()) return Status();
+  Status s = end.wait(-1, hooks);
+  for (const double until_s = monotonic_s() + kLongestS; !end.over() && monotonic_s() < until_s;)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return s;
 }
 
 namespace {

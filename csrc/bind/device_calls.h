@@ -11,7 +11,8 @@
 namespace pycomm {
 
 // Where CUDA is emulated, what follows a call runs on the host, and there is no stream for it to wait on:
-// waits for the end there, and does nothing elsewhere.
+// waits for the end there, also of a failed call, whose tensors are the host's and may be freed at once; does
+// nothing elsewhere.
 Status end_on_host(const DeviceEnd& end, CallerHooks* hooks);
 
 // A tensor in memory of the device that this communicator's peers reach; collective where it is the first
