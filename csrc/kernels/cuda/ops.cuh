@@ -1,8 +1,10 @@
-// The operations, on one lane: prepare() every source, combine() at every node of T (left operand first),
+// The operations, on one lane: prepare() every source, Combine at every node of T (left operand first),
 // finish() the root. As kernels/reduce_ops.h; the same operations on the same operands, so the same bits.
 //
-// Sum serves sum, avg and premul_sum: a factor before (1 changes no number) and a division after. Signed sums
-// and products are done on unsigned lanes, where overflow wraps.
+// ScaledSum serves sum, avg and premul_sum: a factor before (1 changes no number) and a division after. The
+// other Ops of a format are one, which looks at call time which it is: a kernel for each takes twice as long
+// to compile, and one switch for 16 bytes is nothing beside loading them. Signed sums and products are done
+// on unsigned lanes, where overflow wraps.
 #pragma once
 
 #include "base/dtype.h"
@@ -18,7 +20,9 @@ struct Param {
   A after;
   Finish finish;
 };
-struct NoParam {};
+struct Which {
+  ReduceOp op;
+};
 
 PYCOMM_DEVICE uint32_t to_bits(float v) { return __float_as_uint(v); }
 PYCOMM_DEVICE uint64_t to_bits(double v) {
@@ -33,46 +37,23 @@ PYCOMM_DEVICE double from_bits(uint64_t bits) {
   return v;
 }
 
-template <class F>
-struct Op {
-  using Format = F;
-  using A = typename F::Acc;
-  using P = NoParam;
-  static PYCOMM_DEVICE A prepare(A v, P) { return v; }
-  static PYCOMM_DEVICE A finish(A v, P) { return v; }
-};
+// ---- what makes one value of two
 
-template <class F>
-struct ScaledSum {
-  using Format = F;
-  using A = typename F::Acc;
-  using P = Param<A>;
-  static PYCOMM_DEVICE A prepare(A v, const P& p) { return v * p.before; }
-  static PYCOMM_DEVICE A combine(A a, A b) { return a + b; }
-  static PYCOMM_DEVICE A finish(A v, const P& p) {
-    if (p.finish == Finish::kMultiply) return v * p.after;
-    if (p.finish == Finish::kDivide) return v / p.after;
-    return v;
+struct Add {
+  template <class A>
+  PYCOMM_DEVICE A operator()(A a, A b) const {
+    return a + b;
   }
 };
 
-template <class F>
-struct Sum : Op<F> {  // of integers
-  using A = typename F::Acc;
-  static PYCOMM_DEVICE A combine(A a, A b) { return a + b; }
-};
-
-template <class F>
-struct Product : Op<F> {
-  using A = typename F::Acc;
-  static PYCOMM_DEVICE A combine(A a, A b) { return a * b; }
-};
-
-// re = a.re b.re - a.im b.im, im = a.re b.im + a.im b.re, each product and sum rounded.
-template <class T>
-struct ComplexProduct : Op<ComplexFormat<T>> {
-  using A = Complex<T>;
-  static PYCOMM_DEVICE A combine(const A& a, const A& b) {
+struct Multiply {
+  template <class A>
+  PYCOMM_DEVICE A operator()(A a, A b) const {
+    return a * b;
+  }
+  // re = a.re b.re - a.im b.im, im = a.re b.im + a.im b.re, each product and sum rounded.
+  template <class T>
+  PYCOMM_DEVICE Complex<T> operator()(const Complex<T>& a, const Complex<T>& b) const {
     return {a.re * b.re - a.im * b.im, a.im * b.re + a.re * b.im};
   }
 };
@@ -85,10 +66,9 @@ template <>
 inline constexpr bool kIsFloat<double> = true;
 
 // NaN wins, and -0 is below +0: equal operands differ at most in the sign, so or-ing the bits picks -0.
-template <class F>
-struct Min : Op<F> {
-  using A = typename F::Acc;
-  static PYCOMM_DEVICE A combine(A a, A b) {
+struct Lower {
+  template <class A>
+  PYCOMM_DEVICE A operator()(A a, A b) const {
     if constexpr (kIsFloat<A>) {
       const A rest = a == b ? from_bits(to_bits(a) | to_bits(b)) : b;
       return a < b || a != a ? a : rest;
@@ -98,10 +78,9 @@ struct Min : Op<F> {
   }
 };
 
-template <class F>
-struct Max : Op<F> {
-  using A = typename F::Acc;
-  static PYCOMM_DEVICE A combine(A a, A b) {
+struct Higher {
+  template <class A>
+  PYCOMM_DEVICE A operator()(A a, A b) const {
     if constexpr (kIsFloat<A>) {
       const A rest = a == b ? from_bits(to_bits(a) & to_bits(b)) : b;
       return a > b || a != a ? a : rest;
@@ -111,22 +90,92 @@ struct Max : Op<F> {
   }
 };
 
+struct BitAnd {
+  PYCOMM_DEVICE uint32_t operator()(uint32_t a, uint32_t b) const { return a & b; }
+};
+struct BitOr {
+  PYCOMM_DEVICE uint32_t operator()(uint32_t a, uint32_t b) const { return a | b; }
+};
+struct BitXor {
+  PYCOMM_DEVICE uint32_t operator()(uint32_t a, uint32_t b) const { return a ^ b; }
+};
+
+// ---- Ops: choose() gives `use` one of the above
+
 template <class F>
-struct And : Op<F> {
+struct ScaledSum {
+  using Format = F;
   using A = typename F::Acc;
-  static PYCOMM_DEVICE A combine(A a, A b) { return a & b; }
+  using P = Param<A>;
+  static PYCOMM_DEVICE A prepare(A v, const P& p) { return v * p.before; }
+  template <class Use>
+  static PYCOMM_DEVICE void choose(const P&, const Use& use) {
+    use(Add());
+  }
+  static PYCOMM_DEVICE A finish(A v, const P& p) {
+    if (p.finish == Finish::kMultiply) return v * p.after;
+    if (p.finish == Finish::kDivide) return v / p.after;
+    return v;
+  }
 };
 
 template <class F>
-struct Or : Op<F> {
+struct Op {
+  using Format = F;
   using A = typename F::Acc;
-  static PYCOMM_DEVICE A combine(A a, A b) { return a | b; }
+  using P = Which;
+  static PYCOMM_DEVICE A prepare(const A& v, P) { return v; }
+  static PYCOMM_DEVICE A finish(const A& v, P) { return v; }
 };
 
 template <class F>
-struct Xor : Op<F> {
-  using A = typename F::Acc;
-  static PYCOMM_DEVICE A combine(A a, A b) { return a ^ b; }
+struct Product : Op<F> {
+  template <class Use>
+  static PYCOMM_DEVICE void choose(Which, const Use& use) {
+    use(Multiply());
+  }
+};
+
+template <class F>
+struct SumProduct : Op<F> {
+  template <class Use>
+  static PYCOMM_DEVICE void choose(Which which, const Use& use) {
+    if (which.op == ReduceOp::kSum) return use(Add());
+    use(Multiply());
+  }
+};
+
+template <class F>
+struct MinMax : Op<F> {
+  template <class Use>
+  static PYCOMM_DEVICE void choose(Which which, const Use& use) {
+    if (which.op == ReduceOp::kMin) return use(Lower());
+    use(Higher());
+  }
+};
+
+template <class F>
+struct ProductMinMax : Op<F> {
+  template <class Use>
+  static PYCOMM_DEVICE void choose(Which which, const Use& use) {
+    if (which.op == ReduceOp::kProduct) return use(Multiply());
+    MinMax<F>::choose(which, use);
+  }
+};
+
+// Of truth values sum and max are or; product and min are and.
+template <class F>
+struct Bitwise : Op<F> {
+  template <class Use>
+  static PYCOMM_DEVICE void choose(Which which, const Use& use) {
+    switch (which.op) {
+      case ReduceOp::kBand:
+      case ReduceOp::kProduct:
+      case ReduceOp::kMin: return use(BitAnd());
+      case ReduceOp::kBxor: return use(BitXor());
+      default: return use(BitOr());
+    }
+  }
 };
 
 // On the host. scalar is what avg divides by, or what premul_sum multiplies with.
@@ -150,13 +199,25 @@ Param<A> make_param(ReduceOp op, double scalar) {
 template <class O>
 using LanesOf = Lanes<typename O::Format>;
 
+// Of two values, or of all lanes of two packs.
 template <class O>
-PYCOMM_DEVICE LanesOf<O> combine_lanes(const LanesOf<O>& a, const LanesOf<O>& b) {
-  LanesOf<O> out;
-  PYCOMM_UNROLL
-  for (int i = 0; i < kLanes<typename O::Format>; ++i) out.v[i] = O::combine(a.v[i], b.v[i]);
-  return out;
-}
+struct Combine {
+  const typename O::P& param;
+
+  PYCOMM_DEVICE typename O::A operator()(const typename O::A& a, const typename O::A& b) const {
+    typename O::A out;
+    O::choose(param, [&](const auto& f) { out = f(a, b); });
+    return out;
+  }
+  PYCOMM_DEVICE LanesOf<O> operator()(const LanesOf<O>& a, const LanesOf<O>& b) const {
+    LanesOf<O> out;
+    O::choose(param, [&](const auto& f) {
+      PYCOMM_UNROLL
+      for (int i = 0; i < kLanes<typename O::Format>; ++i) out.v[i] = f(a.v[i], b.v[i]);
+    });
+    return out;
+  }
+};
 
 constexpr PYCOMM_DEVICE int floor_pow2(int n) {
   int p = 1;

@@ -4,7 +4,7 @@
 // launches the kernel): `Maker::template make<O>(n_lanes)`, where n_lanes is how many elements of the Op's
 // format make one of the dtype (a complex number is two floats, four bytes are an int32 for bitwise
 // operations). OpTable<Maker>::find gives Entry{} where the operation is not defined. Instantiates Maker for
-// some 60 Ops: include it in one .cu per kernel.
+// some 25 Ops: include it in one .cu per kernel.
 #pragma once
 
 #include <type_traits>
@@ -27,7 +27,7 @@ template <class A>
 void set_param(Param<A>& p, ReduceOp op, double scalar) {
   p = make_param<A>(op, scalar);
 }
-inline void set_param(NoParam&, ReduceOp, double) {}
+inline void set_param(Which& p, ReduceOp op, double) { p.op = op; }
 
 template <class Maker>
 class OpTable {
@@ -66,9 +66,9 @@ class OpTable {
       case ReduceOp::kSum:
       case ReduceOp::kAvg:
       case ReduceOp::kPremulSum: return make<ScaledSum<F>>();
-      case ReduceOp::kProduct: return make<Product<F>>();
-      case ReduceOp::kMin: return make<Min<F>>();
-      case ReduceOp::kMax: return make<Max<F>>();
+      case ReduceOp::kProduct:
+      case ReduceOp::kMin:
+      case ReduceOp::kMax: return make<ProductMinMax<F>>();
       case ReduceOp::kBand:
       case ReduceOp::kBor:
       case ReduceOp::kBxor: return {};
@@ -82,7 +82,7 @@ class OpTable {
       case ReduceOp::kSum:
       case ReduceOp::kAvg:
       case ReduceOp::kPremulSum: return make<ScaledSum<Plain<T>>>(2);
-      case ReduceOp::kProduct: return make<ComplexProduct<T>>();
+      case ReduceOp::kProduct: return make<Product<ComplexFormat<T>>>();
       case ReduceOp::kMin:
       case ReduceOp::kMax:
       case ReduceOp::kBand:
@@ -98,13 +98,13 @@ class OpTable {
     using Wide = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
     using WideSigned = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
     switch (op) {
-      case ReduceOp::kSum: return make<Sum<Plain<Unsigned, Wide>>>();
-      case ReduceOp::kProduct: return make<Product<Plain<Unsigned, Wide>>>();
-      case ReduceOp::kMin: return make<Min<Plain<T, WideSigned>>>();
-      case ReduceOp::kMax: return make<Max<Plain<T, WideSigned>>>();
-      case ReduceOp::kBand: return make<And<Bits>>(sizeof(T));
-      case ReduceOp::kBor: return make<Or<Bits>>(sizeof(T));
-      case ReduceOp::kBxor: return make<Xor<Bits>>(sizeof(T));
+      case ReduceOp::kSum:
+      case ReduceOp::kProduct: return make<SumProduct<Plain<Unsigned, Wide>>>();
+      case ReduceOp::kMin:
+      case ReduceOp::kMax: return make<MinMax<Plain<T, WideSigned>>>();
+      case ReduceOp::kBand:
+      case ReduceOp::kBor:
+      case ReduceOp::kBxor: return make<Bitwise<Bits>>(sizeof(T));
       case ReduceOp::kAvg:
       case ReduceOp::kPremulSum: return {};
     }
@@ -114,12 +114,12 @@ class OpTable {
   static Entry of_bool(ReduceOp op) {
     switch (op) {
       case ReduceOp::kSum:
-      case ReduceOp::kMax:
-      case ReduceOp::kBor: return make<Or<Bool>>();
       case ReduceOp::kProduct:
       case ReduceOp::kMin:
-      case ReduceOp::kBand: return make<And<Bool>>();
-      case ReduceOp::kBxor: return make<Xor<Bool>>();
+      case ReduceOp::kMax:
+      case ReduceOp::kBand:
+      case ReduceOp::kBor:
+      case ReduceOp::kBxor: return make<Bitwise<Bool>>();
       case ReduceOp::kAvg:
       case ReduceOp::kPremulSum: return {};
     }

@@ -64,7 +64,7 @@ PYCOMM_DEVICE void reduce_element(const Pointers& pointers, int n, uint64_t at, 
   const auto load = [&](int k) {
     return O::prepare(F::decode(load_element<S>(pointers.sources[k] + at)), param);
   };
-  const auto v = tree_of<kLevels, typename F::Acc>(n, load, O::combine);
+  const auto v = tree_of<kLevels, typename F::Acc>(n, load, Combine<O>{param});
   const auto element = static_cast<S>(F::encode(O::finish(v, param)));
   PYCOMM_NO_UNROLL
   for (int d = 0; d < pointers.n_destinations; ++d) store_element<S>(pointers.destinations[d] + at, element);
@@ -88,7 +88,7 @@ PYCOMM_DEVICE void reduce_packs(const Pointers& pointers, uint64_t p, uint64_t s
     PYCOMM_UNROLL
     for (int k = 0; k < N; ++k) lanes[k] = prepared<O>(in[u][k], param);
     write_pack<O>(pointers, (p + static_cast<uint64_t>(u) * stride) * kPackBytes,
-                  tree<N>(lanes, combine_lanes<O>), param);
+                  tree<N>(lanes, Combine<O>{param}), param);
   }
 }
 
@@ -110,7 +110,7 @@ PYCOMM_DEVICE void reduce_part(const Pointers& pointers, int n_ranks, uint64_t n
       const auto load = [&](int k) {
         return prepared<O>(load_pack(pointers.sources[k] + p * kPackBytes), param);
       };
-      write_pack<O>(pointers, p * kPackBytes, tree_of<kLevels, LanesOf<O>>(n_ranks, load, combine_lanes<O>),
+      write_pack<O>(pointers, p * kPackBytes, tree_of<kLevels, LanesOf<O>>(n_ranks, load, Combine<O>{param}),
                     param);
     }
   }

@@ -42,7 +42,7 @@ PYCOMM_DEVICE void reduce_element(void* dst, const Sources<typename O::Format::S
   using F = typename O::Format;
   using S = typename F::Store;
   const auto load = [&](int k) { return O::prepare(F::decode(load_element<S>(srcs.at(k) + i)), param); };
-  const auto v = tree_of<kLevels, typename F::Acc>(N > 0 ? N : n_srcs, load, O::combine);
+  const auto v = tree_of<kLevels, typename F::Acc>(N > 0 ? N : n_srcs, load, Combine<O>{param});
   store_element<S>(static_cast<S*>(dst) + i, static_cast<S>(F::encode(O::finish(v, param))));
 }
 
@@ -76,7 +76,7 @@ PYCOMM_DEVICE void reduce_packs(Pack* dst, const Pack* const* srcs, int first, c
     PYCOMM_UNROLL
     for (int k = 0; k < N; ++k) lanes[k] = prepared<O>(in[u][k], param);
     store_pack(dst + first + u * static_cast<int>(kThreads),
-               finished<O>(tree<N>(lanes, combine_lanes<O>), param));
+               finished<O>(tree<N>(lanes, Combine<O>{param}), param));
   }
 }
 
@@ -100,7 +100,7 @@ PYCOMM_DEVICE void reduce_all_packs(void* dst, const Sources<typename O::Format:
       const auto load = [&](int k) {
         return prepared<O>(load_pack(reinterpret_cast<const Pack*>(srcs.at(k) + head) + i), param);
       };
-      store_pack(to + i, finished<O>(tree_of<kLevels, LanesOf<O>>(n_srcs, load, combine_lanes<O>), param));
+      store_pack(to + i, finished<O>(tree_of<kLevels, LanesOf<O>>(n_srcs, load, Combine<O>{param}), param));
     }
   }
 }

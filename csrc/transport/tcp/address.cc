@@ -22,14 +22,6 @@ Status bad_address(const std::string& text, const char* why) {
                            text.c_str(), why));
 }
 
-bool parse_port(const std::string& text, uint16_t* port) {
-  if (text.empty() || text.size() > 5 || text.find_first_not_of("0123456789") != std::string::npos)
-    return false;
-  const long value = std::strtol(text.c_str(), nullptr, 10);
-  *port = static_cast<uint16_t>(value);
-  return value <= 65535;
-}
-
 void unmap(Address* a) {
   if (a->family != AF_INET6 || !std::equal(kMappedPrefix.begin(), kMappedPrefix.end(), a->bytes.begin()))
     return;
@@ -40,6 +32,14 @@ void unmap(Address* a) {
   a->interface_index = 0;
 }
 }  // namespace
+
+bool parse_port(const std::string& text, uint16_t* port) {
+  if (text.empty() || text.size() > 5 || text.find_first_not_of("0123456789") != std::string::npos)
+    return false;
+  const long value = std::strtol(text.c_str(), nullptr, 10);
+  *port = static_cast<uint16_t>(value);
+  return value <= 65535;
+}
 
 Status Address::parse(const std::string& text, Address* out) {
   Address a;

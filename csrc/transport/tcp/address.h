@@ -45,6 +45,9 @@ struct Address {
   bool operator==(const Address& other) const { return same_host(other) && port == other.port; }
 };
 
+// A number from 0 to 65535, of digits only.
+bool parse_port(const std::string& text, uint16_t* port);
+
 // One address of an interface; an interface with several addresses appears several times.
 struct Interface {
   std::string name;

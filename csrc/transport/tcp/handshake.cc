@@ -13,10 +13,10 @@
 namespace pycomm {
 
 namespace {
-constexpr uint8_t kMagic[8] = {'P', 'Y', 'C', 'O', 'M', 'M', '\r', '\n'};
+constexpr uint8_t kHelloMagic[8] = {'P', 'Y', 'C', 'O', 'M', 'M', '\r', '\n'};
 constexpr size_t kNonceBytes = 32;
 constexpr size_t kMacBytes = 32;
-static_assert(sizeof kMagic + kNonceBytes == Handshake::kHelloBytes);
+static_assert(sizeof kHelloMagic + kNonceBytes == Handshake::kHelloBytes);
 static_assert(Handshake::kTermsBytes + 8 + kMacBytes == Handshake::kProofBytes);
 
 // 16 bytes each, none the beginning of another.
@@ -59,8 +59,8 @@ Status Handshake::begin(bool initiator, const Secret& secret, const Terms& mine,
   out->mine_.has_aes = crypto::has_aes();
   out->peer_name_ = std::move(peer_name);
   uint8_t* hello = out->transcript_.data() + (initiator ? 0 : kHelloBytes);
-  std::copy_n(kMagic, sizeof kMagic, hello);
-  crypto::random_bytes({hello + sizeof kMagic, kNonceBytes});
+  std::copy_n(kHelloMagic, sizeof kHelloMagic, hello);
+  crypto::random_bytes({hello + sizeof kHelloMagic, kNonceBytes});
   return Status();
 }
 
@@ -108,7 +108,7 @@ Status Handshake::sent(size_t n_bytes) {
 Status Handshake::received(size_t n_bytes) {
   n_moved_ += n_bytes;
   if (state_ == State::kAwaitHello &&
-      std::memcmp(message().data(), kMagic, std::min(n_moved_, sizeof kMagic)) != 0)
+      std::memcmp(message().data(), kHelloMagic, std::min(n_moved_, sizeof kHelloMagic)) != 0)
     return fail(Code::kPeerLost, "what came is no greeting of pycomm: another program uses this port");
   if (n_moved_ < message().size()) return Status();
   n_moved_ = 0;
@@ -116,7 +116,7 @@ Status Handshake::received(size_t n_bytes) {
 }
 
 Status Handshake::on_hello() {
-  const uint8_t* nonces = transcript_.data() + sizeof kMagic;
+  const uint8_t* nonces = transcript_.data() + sizeof kHelloMagic;
   if (std::memcmp(nonces, nonces + kHelloBytes, kNonceBytes) == 0)
     return fail(Code::kPeerLost, "it sent our own challenge back");
   if (initiator_) {

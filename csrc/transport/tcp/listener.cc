@@ -16,14 +16,6 @@ namespace pycomm {
 
 namespace {
 int open_spare() { return open("/dev/null", O_RDONLY | O_CLOEXEC); }
-
-bool parse_port(const std::string& text, uint16_t* port) {
-  if (text.empty() || text.size() > 5 || text.find_first_not_of("0123456789") != std::string::npos)
-    return false;
-  const long value = std::strtol(text.c_str(), nullptr, 10);
-  *port = static_cast<uint16_t>(value);
-  return value >= 1 && value <= 65535;
-}
 }  // namespace
 
 Status parse_port_range(const std::string& text, PortRange* out) {
@@ -32,7 +24,8 @@ Status parse_port_range(const std::string& text, PortRange* out) {
   const size_t dash = text.find('-');
   const std::string first = text.substr(0, dash);
   const std::string last = dash == std::string::npos ? first : text.substr(dash + 1);
-  if (parse_port(first, &out->first) && parse_port(last, &out->last) && out->first <= out->last)
+  if (parse_port(first, &out->first) && parse_port(last, &out->last) && out->first >= 1 &&
+      out->first <= out->last)
     return Status();
   *out = {};
   return Status::error(Code::kValue,
