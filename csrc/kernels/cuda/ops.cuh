@@ -7,6 +7,8 @@
 // on unsigned lanes, where overflow wraps.
 #pragma once
 
+#include <type_traits>
+
 #include "base/dtype.h"
 #include "kernels/cuda/formats.cuh"
 
@@ -100,18 +102,17 @@ struct BitXor {
   PYCOMM_DEVICE uint32_t operator()(uint32_t a, uint32_t b) const { return a ^ b; }
 };
 
-// ---- Ops: choose() gives `use` one of the above
+// ---- Ops. combine(): the one function of it; or choose(), which gives `use` one of those above. kIsExact:
+// results are numbers of the format.
 
 template <class F>
 struct ScaledSum {
   using Format = F;
   using A = typename F::Acc;
   using P = Param<A>;
+  static constexpr bool kIsExact = false;
   static PYCOMM_DEVICE A prepare(A v, const P& p) { return v * p.before; }
-  template <class Use>
-  static PYCOMM_DEVICE void choose(const P&, const Use& use) {
-    use(Add());
-  }
+  static PYCOMM_DEVICE A combine(A a, A b) { return a + b; }
   static PYCOMM_DEVICE A finish(A v, const P& p) {
     if (p.finish == Finish::kMultiply) return v * p.after;
     if (p.finish == Finish::kDivide) return v / p.after;
@@ -119,25 +120,36 @@ struct ScaledSum {
   }
 };
 
-template <class F>
+template <class F, bool is_exact>
 struct Op {
   using Format = F;
   using A = typename F::Acc;
   using P = Which;
-  static PYCOMM_DEVICE A prepare(const A& v, P) { return v; }
-  static PYCOMM_DEVICE A finish(const A& v, P) { return v; }
+  static constexpr bool kIsExact = is_exact;
+  static PYCOMM_DEVICE A prepare(A v, P) { return v; }
+  static PYCOMM_DEVICE A finish(A v, P) { return v; }
 };
 
 template <class F>
-struct Product : Op<F> {
-  template <class Use>
-  static PYCOMM_DEVICE void choose(Which, const Use& use) {
-    use(Multiply());
-  }
+struct Product : Op<F, false> {
+  using A = typename F::Acc;
+  static PYCOMM_DEVICE A combine(A a, A b) { return Multiply()(a, b); }
 };
 
 template <class F>
-struct SumProduct : Op<F> {
+struct Min : Op<F, false> {
+  using A = typename F::Acc;
+  static PYCOMM_DEVICE A combine(A a, A b) { return Lower()(a, b); }
+};
+
+template <class F>
+struct Max : Op<F, false> {
+  using A = typename F::Acc;
+  static PYCOMM_DEVICE A combine(A a, A b) { return Higher()(a, b); }
+};
+
+template <class F>
+struct SumProduct : Op<F, true> {  // of integers
   template <class Use>
   static PYCOMM_DEVICE void choose(Which which, const Use& use) {
     if (which.op == ReduceOp::kSum) return use(Add());
@@ -146,7 +158,7 @@ struct SumProduct : Op<F> {
 };
 
 template <class F>
-struct MinMax : Op<F> {
+struct MinMax : Op<F, true> {
   template <class Use>
   static PYCOMM_DEVICE void choose(Which which, const Use& use) {
     if (which.op == ReduceOp::kMin) return use(Lower());
@@ -155,7 +167,7 @@ struct MinMax : Op<F> {
 };
 
 template <class F>
-struct ProductMinMax : Op<F> {
+struct ProductMinMax : Op<F, false> {
   template <class Use>
   static PYCOMM_DEVICE void choose(Which which, const Use& use) {
     if (which.op == ReduceOp::kProduct) return use(Multiply());
@@ -165,7 +177,7 @@ struct ProductMinMax : Op<F> {
 
 // Of truth values sum and max are or; product and min are and.
 template <class F>
-struct Bitwise : Op<F> {
+struct Bitwise : Op<F, true> {
   template <class Use>
   static PYCOMM_DEVICE void choose(Which which, const Use& use) {
     switch (which.op) {
@@ -199,23 +211,72 @@ Param<A> make_param(ReduceOp op, double scalar) {
 template <class O>
 using LanesOf = Lanes<typename O::Format>;
 
-// Of two values, or of all lanes of two packs.
+// What a tree keeps of a pack between two nodes: its lanes, or the pack, which is a quarter of the registers
+// where elements are bytes.
+template <class O>
+using Kept = std::conditional_t<O::kIsExact, Pack, LanesOf<O>>;
+
+template <class O>
+PYCOMM_DEVICE LanesOf<O> lanes_of(const Pack& pack) {
+  return decode_pack<typename O::Format>(pack);
+}
+template <class O>
+PYCOMM_DEVICE LanesOf<O> lanes_of(const LanesOf<O>& lanes) {
+  return lanes;
+}
+
+// Every source of a tree.
+template <class O>
+PYCOMM_DEVICE Kept<O> prepared(const Pack& pack, const typename O::P& param) {
+  if constexpr (O::kIsExact) {
+    return pack;
+  } else {
+    LanesOf<O> lanes = decode_pack<typename O::Format>(pack);
+    PYCOMM_UNROLL
+    for (auto& v : lanes.v) v = O::prepare(v, param);
+    return lanes;
+  }
+}
+
+template <class O>
+PYCOMM_DEVICE Pack finished(const Kept<O>& kept, const typename O::P& param) {
+  LanesOf<O> lanes = lanes_of<O>(kept);
+  PYCOMM_UNROLL
+  for (auto& v : lanes.v) v = O::finish(v, param);
+  return encode_pack<typename O::Format>(lanes);
+}
+
+// Of two values, of all lanes of two packs, or of two packs.
 template <class O>
 struct Combine {
+  using A = typename O::A;
   const typename O::P& param;
 
-  PYCOMM_DEVICE typename O::A operator()(const typename O::A& a, const typename O::A& b) const {
-    typename O::A out;
-    O::choose(param, [&](const auto& f) { out = f(a, b); });
-    return out;
+  PYCOMM_DEVICE A operator()(const A& a, const A& b) const {
+    if constexpr (requires { O::combine(a, b); }) {
+      return O::combine(a, b);
+    } else {
+      A out;
+      O::choose(param, [&](const auto& f) { out = f(a, b); });
+      return out;
+    }
   }
   PYCOMM_DEVICE LanesOf<O> operator()(const LanesOf<O>& a, const LanesOf<O>& b) const {
-    LanesOf<O> out;
-    O::choose(param, [&](const auto& f) {
+    constexpr int n = kLanes<typename O::Format>;
+    LanesOf<O> out = a;  // fewer registers than to begin without values
+    if constexpr (requires { O::combine(a.v[0], b.v[0]); }) {
       PYCOMM_UNROLL
-      for (int i = 0; i < kLanes<typename O::Format>; ++i) out.v[i] = f(a.v[i], b.v[i]);
-    });
+      for (int i = 0; i < n; ++i) out.v[i] = O::combine(out.v[i], b.v[i]);
+    } else {
+      O::choose(param, [&](const auto& f) {
+        PYCOMM_UNROLL
+        for (int i = 0; i < n; ++i) out.v[i] = f(out.v[i], b.v[i]);
+      });
+    }
     return out;
+  }
+  PYCOMM_DEVICE Pack operator()(const Pack& a, const Pack& b) const {
+    return encode_pack<typename O::Format>((*this)(lanes_of<O>(a), lanes_of<O>(b)));
   }
 };
 

@@ -60,15 +60,21 @@ class OpTable {
     return Maker::template make<O>(n_lanes);
   }
 
+  // Of bytes a kernel for all three would spill registers.
+  template <class F, class O>
+  static Entry alone_if_bytes() {
+    return make<std::conditional_t<sizeof(typename F::Store) == 1, O, ProductMinMax<F>>>();
+  }
+
   template <class F>
   static Entry of_float(ReduceOp op) {
     switch (op) {
       case ReduceOp::kSum:
       case ReduceOp::kAvg:
       case ReduceOp::kPremulSum: return make<ScaledSum<F>>();
-      case ReduceOp::kProduct:
-      case ReduceOp::kMin:
-      case ReduceOp::kMax: return make<ProductMinMax<F>>();
+      case ReduceOp::kProduct: return alone_if_bytes<F, Product<F>>();
+      case ReduceOp::kMin: return alone_if_bytes<F, Min<F>>();
+      case ReduceOp::kMax: return alone_if_bytes<F, Max<F>>();
       case ReduceOp::kBand:
       case ReduceOp::kBor:
       case ReduceOp::kBxor: return {};

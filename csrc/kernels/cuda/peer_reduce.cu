@@ -40,20 +40,7 @@ PYCOMM_DEVICE void find_pointers(const PeerCall& call, const PeerShared& shared,
   if (k == 0) pointers.n_destinations = to_all ? call.n_ranks : 1;
 }
 
-template <class O>
-PYCOMM_DEVICE LanesOf<O> prepared(const Pack& pack, const typename O::P& param) {
-  LanesOf<O> lanes = decode_pack<typename O::Format>(pack);
-  PYCOMM_UNROLL
-  for (auto& v : lanes.v) v = O::prepare(v, param);
-  return lanes;
-}
-
-template <class O>
-PYCOMM_DEVICE void write_pack(const Pointers& pointers, uint64_t at, LanesOf<O> lanes,
-                              const typename O::P& param) {
-  PYCOMM_UNROLL
-  for (auto& v : lanes.v) v = O::finish(v, param);
-  const Pack pack = encode_pack<typename O::Format>(lanes);
+PYCOMM_DEVICE void write_pack(const Pointers& pointers, uint64_t at, const Pack& pack) {
   for (int d = 0; d < pointers.n_destinations; ++d) store_anywhere(pointers.destinations[d] + at, pack);
 }
 
@@ -84,11 +71,11 @@ PYCOMM_DEVICE void reduce_packs(const Pointers& pointers, uint64_t p, uint64_t s
   }
   PYCOMM_UNROLL
   for (int u = 0; u < U; ++u) {
-    LanesOf<O> lanes[N];
+    Kept<O> kept[N];
     PYCOMM_UNROLL
-    for (int k = 0; k < N; ++k) lanes[k] = prepared<O>(in[u][k], param);
-    write_pack<O>(pointers, (p + static_cast<uint64_t>(u) * stride) * kPackBytes,
-                  tree<N>(lanes, Combine<O>{param}), param);
+    for (int k = 0; k < N; ++k) kept[k] = prepared<O>(in[u][k], param);
+    write_pack(pointers, (p + static_cast<uint64_t>(u) * stride) * kPackBytes,
+               finished<O>(tree<N>(kept, Combine<O>{param}), param));
   }
 }
 
@@ -110,8 +97,8 @@ PYCOMM_DEVICE void reduce_part(const Pointers& pointers, int n_ranks, uint64_t n
       const auto load = [&](int k) {
         return prepared<O>(load_pack(pointers.sources[k] + p * kPackBytes), param);
       };
-      write_pack<O>(pointers, p * kPackBytes, tree_of<kLevels, LanesOf<O>>(n_ranks, load, Combine<O>{param}),
-                    param);
+      write_pack(pointers, p * kPackBytes,
+                 finished<O>(tree_of<kLevels, Kept<O>>(n_ranks, load, Combine<O>{param}), param));
     }
   }
   if (p == n_packs) {

@@ -46,21 +46,6 @@ PYCOMM_DEVICE void reduce_element(void* dst, const Sources<typename O::Format::S
   store_element<S>(static_cast<S*>(dst) + i, static_cast<S>(F::encode(O::finish(v, param))));
 }
 
-template <class O>
-PYCOMM_DEVICE LanesOf<O> prepared(const Pack& pack, const typename O::P& param) {
-  LanesOf<O> lanes = decode_pack<typename O::Format>(pack);
-  PYCOMM_UNROLL
-  for (auto& v : lanes.v) v = O::prepare(v, param);
-  return lanes;
-}
-
-template <class O>
-PYCOMM_DEVICE Pack finished(LanesOf<O> lanes, const typename O::P& param) {
-  PYCOMM_UNROLL
-  for (auto& v : lanes.v) v = O::finish(v, param);
-  return encode_pack<typename O::Format>(lanes);
-}
-
 // Packs first, first + kThreads, … below n: U of them are loaded before any is computed.
 template <class O, int N, int U>
 PYCOMM_DEVICE void reduce_packs(Pack* dst, const Pack* const* srcs, int first, const typename O::P& param) {
@@ -72,11 +57,11 @@ PYCOMM_DEVICE void reduce_packs(Pack* dst, const Pack* const* srcs, int first, c
   }
   PYCOMM_UNROLL
   for (int u = 0; u < U; ++u) {
-    LanesOf<O> lanes[N];
+    Kept<O> kept[N];
     PYCOMM_UNROLL
-    for (int k = 0; k < N; ++k) lanes[k] = prepared<O>(in[u][k], param);
+    for (int k = 0; k < N; ++k) kept[k] = prepared<O>(in[u][k], param);
     store_pack(dst + first + u * static_cast<int>(kThreads),
-               finished<O>(tree<N>(lanes, Combine<O>{param}), param));
+               finished<O>(tree<N>(kept, Combine<O>{param}), param));
   }
 }
 
@@ -100,7 +85,7 @@ PYCOMM_DEVICE void reduce_all_packs(void* dst, const Sources<typename O::Format:
       const auto load = [&](int k) {
         return prepared<O>(load_pack(reinterpret_cast<const Pack*>(srcs.at(k) + head) + i), param);
       };
-      store_pack(to + i, finished<O>(tree_of<kLevels, LanesOf<O>>(n_srcs, load, Combine<O>{param}), param));
+      store_pack(to + i, finished<O>(tree_of<kLevels, Kept<O>>(n_srcs, load, Combine<O>{param}), param));
     }
   }
 }
