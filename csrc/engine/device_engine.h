@@ -95,6 +95,8 @@ class DeviceEngine {
   struct Link {
     int rank = 0, n_ranks = 1;
     bool one_host = true;
+    std::shared_ptr<Node> node;   // of the ranks of this host
+    std::vector<int> node_ranks;  // of each rank, where all are on it
     // All-gather over all ranks, within the call under way.
     std::function<Status(const void* mine, size_t n_bytes, void* all)> exchange;
     std::function<std::string(int)> describe;

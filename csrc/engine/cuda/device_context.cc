@@ -5,6 +5,7 @@
 #include <chrono>
 #include <map>
 
+#include "transport/cuda/peer_memory.h"
 #include "transport/cuda/runtime.h"
 
 namespace pycomm::cuda {
@@ -54,6 +55,7 @@ Status DeviceContext::scratch(size_t n_bytes, std::byte** p) {
     cudaError_t error = cudaMalloc(&block, got);
     if (error == cudaErrorMemoryAllocation) {
       (void)cudaGetLastError();
+      PeerMemory::free_retired(device_);
       if (void (*const free)() = free_cached.load()) free();
       error = cudaMalloc(&block, got = n_bytes);
       if (error == cudaErrorMemoryAllocation) (void)cudaGetLastError();

@@ -87,7 +87,7 @@ struct DeviceEngine::Impl {
   std::shared_ptr<cuda::DeviceContext> context;
   std::shared_ptr<DeviceFailure> failure = std::make_shared<DeviceFailure>();
 
-  std::shared_ptr<PeerMemory> memory;  // tensors in it hold it
+  std::shared_ptr<PeerMemory> memory;  // tensors in it hold it, and so does whatever frees it after the end
   std::unique_ptr<PeerCollectives> peers;
   std::string why_no_peers;
 
