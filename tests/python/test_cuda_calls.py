@@ -179,6 +179,24 @@ def test_works_and_futures() -> None:
     run_ranks(2, futures)
 
 
+def one_after_another(rank: int, size: int) -> None:
+    for _ in range(2):  # jobs, whose ranks meet anew
+        with pycomm.init(timeout=60) as comm:
+            kept = comm.empty(10, device=f"cuda:{rank}").fill_(rank)
+            for _ in range(4):
+                with comm.split(0) as child:
+                    t = child.empty(1000, device=f"cuda:{rank}").fill_(rank + 1)
+                    child.all_reduce(t, algorithm="peer")  # refused where there was no memory
+                assert bool((t == size * (size + 1) / 2).all())
+                del t
+        assert bool((kept == rank).all())
+        del kept
+
+
+def test_a_communicator_has_the_memory_of_those_before() -> None:
+    run_ranks(3, one_after_another, env={"CUDA_ON_CPU_MEMORY": str(9 << 20)})  # each takes 2 MiB
+
+
 def without_nccl(rank: int, size: int) -> None:
     with pycomm.init(timeout=60) as comm:
         assert comm.device_description == "" and "cuda" not in repr(comm)
