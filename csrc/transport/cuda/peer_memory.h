@@ -108,7 +108,7 @@ class PeerMemory {
   void free_block(uint64_t place, size_t n_bytes);
   // peer_retired.cc
   static void let_go_of_retired(int device);
-  void let_go();
+  bool let_go();
   bool all_let_go() const;
   bool free_memory();
 

@@ -55,26 +55,29 @@ void PeerMemory::abandon(int device) {
 
 void PeerMemory::let_go_of_retired(int device) {
   visit_retired(device, [](const std::shared_ptr<PeerMemory>& m) {
-    m->let_go();
+    (void)m->let_go();
     return false;
   });
 }
 
 void PeerMemory::free_retired(int device) {
-  visit_retired(device, [](const std::shared_ptr<PeerMemory>& m) {
-    m->let_go();
-    return m->free_memory();
-  });
+  visit_retired(device, [](const std::shared_ptr<PeerMemory>& m) { return m->let_go() && m->free_memory(); });
 }
 
-// What cannot be closed now, may be later. Peers' handles are closed before their owners free, as CUDA asks.
-void PeerMemory::let_go() {
-  if (kept_.load(std::memory_order_acquire)) return;
+// True: of all peers' memory. What cannot be closed now, may be later. Handles are closed before their owners
+// free, as CUDA asks.
+bool PeerMemory::let_go() {
+  const bool in_child = options_.node != nullptr && options_.node->forked();  // it is the parent's
+  if (kept_.load(std::memory_order_acquire) || in_child) return false;
   const DeviceGuard guard(device());
-  if (!guard.status().ok()) return;
+  if (!guard.status().ok()) return false;
+  bool all = true;
   for (Peer& p : peers_) {
     if (p.opened) {
-      if (!cuda_status(cudaIpcCloseMemHandle(p.base), "cudaIpcCloseMemHandle").ok()) continue;
+      if (!cuda_status(cudaIpcCloseMemHandle(p.base), "cudaIpcCloseMemHandle").ok()) {
+        all = false;
+        continue;
+      }
       p.opened = false;
     }
     if (p.let_go == nullptr) continue;
@@ -82,6 +85,7 @@ void PeerMemory::let_go() {
     p.let_go = nullptr;
     p.mapped.reset();
   }
+  return all;
 }
 
 // A process that has died maps nothing, and runs no kernel.
@@ -96,7 +100,7 @@ bool PeerMemory::all_let_go() const {
 
 // True: it is gone.
 bool PeerMemory::free_memory() {
-  if (kept_.load(std::memory_order_acquire) || !all_let_go()) return false;
+  if (!all_let_go()) return false;
   {
     const std::lock_guard lock(mutex_);
     if (!used_.empty()) return false;
