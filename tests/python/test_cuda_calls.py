@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 
@@ -63,6 +64,40 @@ def in_the_arena(rank: int, size: int) -> None:
 
 def test_memory_that_peers_reach() -> None:
     run_ranks(3, in_the_arena)
+
+
+def wherever_they_die(rank: int, size: int) -> None:
+    """Tensors that peers reach: beside an exception, in another thread, in a forked child, after close()."""
+    with pycomm.init(timeout=60) as comm:
+
+        def made() -> list[torch.Tensor]:
+            return [comm.empty(250_000, device=f"cuda:{rank}")]  # there is no room for two
+
+        held = made()
+        with raises(KeyError, "told"):
+            try:
+                raise KeyError("told")
+            finally:
+                held.clear()
+        for _ in range(3):
+            held = made()
+            comm.all_reduce(held[0].fill_(1.0), async_op=True).wait()
+            thread = threading.Thread(target=held.clear)
+            thread.start()
+            thread.join()
+        held = made()
+        held[0].fill_(rank)
+        child = os.fork()
+        if child == 0:
+            held.clear()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert bool((held[0] == rank).all())
+    held.clear()
+
+
+def test_tensors_that_peers_reach_die_anywhere() -> None:
+    run_ranks(2, wherever_they_die)
 
 
 def refused_in_the_first_call(rank: int, size: int) -> None:

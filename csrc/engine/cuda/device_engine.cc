@@ -125,7 +125,9 @@ Status DeviceEngine::Impl::make_peers() {
     why_no_peers = "the GPUs' memory is not shared: " + s.message();
     peers.reset();
     PeerMemory::retire(std::move(memory));
+    return Status();
   }
+  arena = std::make_shared<cuda::DeviceArena>(memory, context);
   return Status();
 }
 
@@ -286,14 +288,11 @@ Status DeviceEngine::failure() const {
   return impl_->peers != nullptr ? impl_->peers->failure() : Status();  // before the watch has seen it
 }
 
-Status DeviceEngine::allocate(size_t n_bytes, std::shared_ptr<void>* out) {
-  if (impl_->memory == nullptr) return Status::error(Code::kSystem, impl_->why_no_peers);
-  void* p = nullptr;
-  PYCOMM_RETURN_IF_ERROR(
-      impl_->memory->allocate(n_bytes, &p)
-          .within("memory on CUDA (PYCOMM_DEVICE_ARENA says how many bytes each rank has)"));
-  out->reset(p, [memory = impl_->memory](void* q) { (void)memory->release(q); });
-  return Status();
+Status DeviceEngine::allocate(size_t n_bytes, void* stream, CallerHooks* hooks,
+                              std::unique_ptr<DeviceBlock>* out) {
+  if (impl_->arena == nullptr) return Status::error(Code::kSystem, impl_->why_no_peers);
+  return impl_->arena->allocate(n_bytes, static_cast<cuda::Stream>(stream), hooks, out)
+      .within("memory on CUDA (PYCOMM_DEVICE_ARENA says how many bytes each rank has)");
 }
 
 std::string DeviceEngine::describe() const {

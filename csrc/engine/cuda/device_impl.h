@@ -8,6 +8,7 @@
 //   device_watch.cc    what goes wrong after a call was issued
 //   device_end.cc      turns and ends
 //   device_context.cc  what communicators share
+//   device_arena.cc    memory that peers reach: when it may be used again
 #pragma once
 
 #include <atomic>
@@ -21,6 +22,7 @@
 #include <tuple>
 #include <vector>
 
+#include "engine/cuda/device_arena.h"
 #include "engine/cuda/device_context.h"
 #include "engine/cuda/nccl_native.h"
 #include "engine/cuda/nccl_rounds.h"
@@ -89,6 +91,7 @@ struct DeviceEngine::Impl {
 
   std::shared_ptr<PeerMemory> memory;  // tensors in it hold it, and so does whatever frees it after the end
   std::unique_ptr<PeerCollectives> peers;
+  std::shared_ptr<cuda::DeviceArena> arena;  // where there are peers
   std::string why_no_peers;
 
   bool has_nccl = false;  // on all ranks, and devices that it takes

@@ -275,6 +275,7 @@ Status DeviceEngine::Impl::mark_end(bool is_captured, bool is_whole, const Call&
   PYCOMM_RETURN_IF_ERROR(cuda::HeldEvent::take(context, &event));
   auto made = std::make_shared<DeviceEnd>();
   PYCOMM_RETURN_IF_ERROR(cuda_status(cudaEventRecord(event->get(), stream()), "cudaEventRecord"));
+  if (!is_captured) context->note_end(event);
   made->impl =
       std::make_unique<DeviceEnd::Impl>(DeviceEnd::Impl{context, failure, std::move(event), is_captured});
   *end = std::move(made);

@@ -273,6 +273,13 @@ size_t PeerMemory::n_bytes_in_use() const {
   return sum;
 }
 
+size_t PeerMemory::n_bytes_free() const {
+  const std::lock_guard lock(mutex_);
+  size_t sum = 0;
+  for (const auto& [place, n_bytes] : free_) sum += n_bytes;
+  return sum;
+}
+
 void PeerMemory::quarantine() {
   const std::lock_guard lock(mutex_);
   quarantined_ = true;

@@ -74,6 +74,7 @@ class PeerMemory {
   // False when the bytes are not all inside this rank's memory, behind what is reserved.
   bool find(const void* p, size_t n_bytes, uint64_t* place) const;
   size_t n_bytes_in_use() const;
+  size_t n_bytes_free() const;
   // Peers may still write into any block that is in use now: none of them is used again.
   void quarantine();
 
