@@ -123,6 +123,38 @@ size_t DeviceArena::free_passed() {
   return n_coming;
 }
 
+std::byte* DeviceArena::packing(size_t n_bytes, bool is_captured) {
+  const std::lock_guard lock(mutex_);
+  if (n_bytes > n_packing_bytes_ && n_bytes <= n_heap_bytes_ / 2) replace_packing(n_bytes);
+  if (n_bytes > n_packing_bytes_) return nullptr;
+  packing_is_captured_ |= is_captured;
+  return packing_;
+}
+
+// The old one goes first: where there is no room for both, the next call finds it free.
+void DeviceArena::replace_packing(size_t n_bytes) {
+  const size_t n_wanted = std::max(n_bytes, n_packing_bytes_ / 4 * 5);
+  if (packing_ != nullptr) {
+    GivenBack old{packing_, n_packing_bytes_, {}, packing_is_captured_, true};
+    if (auto end = context_->last_end(); end != nullptr && !old.is_held) old.after.push_back(std::move(end));
+    given_back_.push_back(std::move(old));
+  }
+  packing_ = nullptr;
+  n_packing_bytes_ = 0;
+  packing_is_captured_ = false;
+  (void)free_passed();
+  size_t n_left = n_heap_bytes_ / 2;
+  for (const GivenBack& block : given_back_)
+    n_left -= block.was_packing ? std::min(block.n_bytes, n_left) : 0;
+  for (const size_t n : {std::min(n_wanted, n_left), n_bytes}) {
+    void* p = nullptr;
+    if (n < n_bytes || n > n_left || !memory_->allocate(n, &p).ok()) continue;
+    packing_ = static_cast<std::byte*>(p);
+    n_packing_bytes_ = n;
+    return;
+  }
+}
+
 // To be put behind the words of PeerMemory.
 std::string DeviceArena::why_not_free(bool has_waited) const {
   size_t n_coming = 0, n_held = 0;
@@ -135,6 +167,7 @@ std::string DeviceArena::why_not_free(bool has_waited) const {
                n_coming);
     if (has_waited) text += format(" (waited %g s)", kWait_s);
   }
+  if (n_packing_bytes_ > 0) text += format("; %zu bytes are for packing lists of tensors", n_packing_bytes_);
   if (n_held > 0) {
     text += format(
         "; %zu bytes more are kept until the process ends, since their tensors went while a CUDA "

@@ -127,7 +127,7 @@ Status DeviceEngine::Impl::make_peers() {
     PeerMemory::retire(std::move(memory));
     return Status();
   }
-  arena = std::make_shared<cuda::DeviceArena>(memory, context);
+  arena = std::make_shared<cuda::DeviceArena>(memory, context, n_heap);
   return Status();
 }
 

@@ -49,3 +49,8 @@ pycomm_engine_mutant(device block_of_a_call_that_is_under_way engine/cuda/device
   "if (auto end = context_->last_end()) block.after.push_back(std::move(end));" "" "DeviceArena.ACall*")
 pycomm_engine_mutant(device block_of_a_captured_call engine/cuda/device_arena.cc
   "is_captured || !known.ok()" "!known.ok()" "DeviceArena.WhatGoes*")
+pycomm_engine_mutant(device packing_of_a_graph engine/cuda/device_arena.cc
+  "packing_is_captured_ |= is_captured;" "" "DevicePacking.AGraph*")
+pycomm_engine_mutant(device packing_that_is_under_way engine/cuda/device_arena.cc
+  "if (auto end = context_->last_end(); end != nullptr && !old.is_held) old.after.push_back(std::move(end));" ""
+  "DevicePacking.Grows*")
