@@ -75,7 +75,11 @@ class Communicator(Collectives, PointToPoint):
             shape: sizes, or one sequence of sizes; none: a tensor of one element without dimensions.
             dtype: one of ``pycomm._setup.DTYPES``.
             device: None: the CPU. A CUDA device: memory that the GPUs of this machine's ranks reach, of which
-                each communicator has ``PYCOMM_DEVICE_ARENA`` bytes (64 MiB).
+                each communicator has ``PYCOMM_DEVICE_ARENA`` bytes (64 MiB). It is handed out again when two
+                of torch's streams have done what was on them as the last reference died, that which was
+                current then and that which was current here, and so have all calls. A tensor that other
+                streams use, or a CUDA graph, has to be kept until they have passed, and a stream that torch
+                does not own (``ExternalStream``) until the tensor is gone.
 
         Returns:
             A contiguous tensor of that shape, dtype and device, its values undefined.
@@ -85,7 +89,8 @@ class Communicator(Collectives, PointToPoint):
             ValueError: a negative size, or more bytes than any machine has; a device that is neither the CPU
                 nor CUDA, or another CUDA device than this communicator's.
             CommError: the arena's limit (``PYCOMM_ARENA_MAX``, ``PYCOMM_DEVICE_ARENA``) or the machine's
-                memory is reached; the ranks' GPUs do not reach each other's memory; the communicator is
+                memory is reached, on CUDA also after 5 s for streams to be done with tensors that are gone;
+                the ranks' GPUs do not reach each other's memory; the communicator is
                 closed or has failed.
 
         Example:

@@ -31,6 +31,21 @@ std::shared_ptr<DeviceEngine> device_of(const PyCommunicator& self) {
   }
   return engine;
 }
+
+struct TensorMemory {
+  int device;
+  std::unique_ptr<DeviceBlock> block;
+};
+
+// Where the last tensor dies: of autograd's threads, too, which do not hold the GIL, and so cannot ask torch.
+void drop_memory(void* context) {
+  const std::unique_ptr<TensorMemory> memory(static_cast<TensorMemory*>(context));
+  if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) return;
+  const py::error_scope keep;  // a tensor may die while an exception is under way
+  void* stream = nullptr;
+  if (current_stream(memory->device, &stream).ok()) memory->block->used_on(stream);
+  PyErr_Clear();
+}
 }  // namespace
 
 PyObject* empty_on_device(PyCommunicator& self, const std::vector<int64_t>& shape, DType dtype,
@@ -45,7 +60,6 @@ PyObject* empty_on_device(PyCommunicator& self, const std::vector<int64_t>& shap
     hooks.before_block();
     raise_after(hooks, self.comm->run(first, &hooks));
   }
-  auto block = std::make_unique<std::shared_ptr<void>>();
   throw_if_error(self.comm->check_usable());
   const auto engine = device_of(self);
   if (device != engine->device()) {
@@ -53,10 +67,15 @@ PyObject* empty_on_device(PyCommunicator& self, const std::vector<int64_t>& shap
         Code::kValue,
         format("empty: device is cuda:%d, this communicator's is cuda:%d", device, engine->device())));
   }
-  throw_if_error(engine->allocate(n_bytes, block.get()));
-  void* const data = block->get();
-  return make_tensor(data, shape.data(), static_cast<int>(shape.size()), dtype, device, block.release(),
-                     [](void* b) { delete static_cast<std::shared_ptr<void>*>(b); });
+  void* stream = nullptr;
+  std::unique_ptr<DeviceBlock> block;
+  GilHooks hooks;
+  raise_after(hooks, current_stream(device, &stream));
+  raise_after(hooks, engine->allocate(n_bytes, stream, &hooks, &block));
+  auto memory = std::make_unique<TensorMemory>(TensorMemory{device, std::move(block)});
+  void* const data = memory->block->data();
+  return make_tensor(data, shape.data(), static_cast<int>(shape.size()), dtype, device, memory.release(),
+                     &drop_memory);
 }
 
 namespace {

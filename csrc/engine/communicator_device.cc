@@ -95,6 +95,8 @@ Status Communicator::make_device(int device) {
   link.rank = rank();
   link.n_ranks = size();
   link.one_host = hierarchy_ == nullptr;
+  link.node = group_->node();
+  for (int q = 0; link.one_host && q < size(); q++) link.node_ranks.push_back(group_->node_rank(q));
   link.exchange = [this](const void* mine, size_t n_bytes, void* all) {
     return exchange(mine, n_bytes, all, device_hooks_, device_timeout_s_);
   };

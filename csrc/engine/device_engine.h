@@ -13,7 +13,8 @@
 // Captured into a CUDA graph, a call is agreed on once, at its capture, and not again when it is replayed;
 // then the kernels compare (kernels/cuda/peer.h). It needs all that it uses to be there before.
 //
-// Threads: DeviceTurn and DeviceEnd from any; a DeviceEngine is used by one thread at a time, but for abort.
+// Threads: DeviceTurn, DeviceEnd and DeviceBlock from any; a DeviceEngine is used by one thread at a time,
+// but for abort and allocate.
 #pragma once
 
 #include <array>
@@ -89,12 +90,27 @@ class DeviceTables {
 // What the engine of a communicator that was shrunk leaves to the next one's.
 struct DeviceHeritage;
 
+// Memory that peers reach, of DeviceEngine::allocate. When this goes, in whatever thread, also after the
+// engine, the memory is handed out again as soon as its streams have passed what is on them by then: the one
+// it was made for, those that it was used on, and the device's communication stream. Other streams are the
+// owner's affair. Streams that are named live as long as this.
+class DeviceBlock {
+ public:
+  ~DeviceBlock();
+  void* data() const;
+  void used_on(void* stream);
+  struct Impl;
+  std::unique_ptr<Impl> impl;
+};
+
 class DeviceEngine {
  public:
   // What it needs of the communicator.
   struct Link {
     int rank = 0, n_ranks = 1;
     bool one_host = true;
+    std::shared_ptr<Node> node;   // of the ranks of this host
+    std::vector<int> node_ranks;  // of each rank, where all are on it
     // All-gather over all ranks, within the call under way.
     std::function<Status(const void* mine, size_t n_bytes, void* all)> exchange;
     std::function<std::string(int)> describe;
@@ -136,8 +152,9 @@ class DeviceEngine {
   Status failure() const;  // also of graphs' replays, once the stream has passed them
   bool is_idle() const;    // nothing is under way, or all of it has failed
 
-  // Memory that peers reach: tensors in it need no staging. kSystem when there is no room.
-  Status allocate(size_t n_bytes, std::shared_ptr<void>* out);
+  // Memory that peers reach: tensors in it need no staging. For work on `stream`. kSystem when there is no
+  // room, nor comes within seconds from blocks that are gone; kInterrupt by the hooks.
+  Status allocate(size_t n_bytes, void* stream, CallerHooks* hooks, std::unique_ptr<DeviceBlock>* out);
   // The ways that this communicator has for the collective.
   std::vector<uint8_t> ways(Collective collective) const;
   std::string describe() const;  // lines for a person: NCCL's version and file, why there is no peer memory

@@ -5,6 +5,7 @@
 namespace pycomm {
 
 struct DeviceHeritage {};
+struct DeviceBlock::Impl {};
 struct DeviceTurn::Impl {};
 struct DeviceEnd::Impl {};
 struct DeviceEngine::Impl {};
@@ -48,7 +49,10 @@ void DeviceEngine::abort(const Status&) {}
 std::shared_ptr<DeviceHeritage> DeviceEngine::bequeath(std::vector<int>) { return nullptr; }
 Status DeviceEngine::failure() const { return Status(); }
 bool DeviceEngine::is_idle() const { return true; }
-Status DeviceEngine::allocate(size_t, std::shared_ptr<void>*) { return no(); }
+Status DeviceEngine::allocate(size_t, void*, CallerHooks*, std::unique_ptr<DeviceBlock>*) { return no(); }
+DeviceBlock::~DeviceBlock() = default;
+void* DeviceBlock::data() const { return nullptr; }
+void DeviceBlock::used_on(void*) {}
 DeviceTables::DeviceTables() = default;
 Status DeviceTables::set(Collective, std::vector<Row>) { return no(); }
 std::vector<uint8_t> DeviceEngine::ways(Collective) const { return {}; }

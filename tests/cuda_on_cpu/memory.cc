@@ -4,11 +4,15 @@
 // it is gone with the last process that maps it. New memory holds 0xa5 in every byte. Behind the last byte
 // lie at least 64 guard bytes, which AddressSanitizer watches and cudaFree checks: a kernel that writes over
 // the end ends the process with a message. Freed memory is unmapped, so a late access is a segmentation
-// fault. Copies check that the kind fits the pointers, which a GPU with unified addressing does not.
+// fault. Who opens a handle holds a lock on the memfd until it is closed, or the process ends: freeing what
+// another process has open ends this one with a message. Copies check that the kind fits the pointers, which
+// a GPU with unified addressing does not.
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -28,6 +32,7 @@ namespace {
 
 constexpr size_t kGuardBytes = 64;
 constexpr size_t kPageBytes = 4096;
+constexpr size_t kDeviceBytes = size_t{64} << 30;
 constexpr unsigned char kFresh = 0xa5, kGuard = 0xfd;
 
 enum class Kind { kDevice, kPeer, kHost, kRegistered };
@@ -122,6 +127,10 @@ cudaError_t free_allocation(void* p, Kind kind) {
   const auto it = m.all.find(static_cast<char*>(p));
   if (it == m.all.end() || it->second.kind != kind) return report(cudaErrorInvalidValue);
   const Allocation a = it->second;
+  if (kind == Kind::kDevice && flock(a.fd, LOCK_EX | LOCK_NB) != 0) {
+    std::fprintf(stderr, "cuda_on_cpu: cudaFree of %zu bytes that another process has open\n", a.n_bytes);
+    std::abort();
+  }
   m.all.erase(it);
   if (kind == Kind::kDevice || kind == Kind::kHost) watch_guard(static_cast<char*>(p), a, false);
   if (kind != Kind::kRegistered) munmap(p, a.n_mapped);
@@ -165,19 +174,33 @@ using namespace cuda_on_cpu;
 
 extern "C" {
 
-cudaError_t cudaMalloc(void** p, size_t n_bytes) {
-  if (n_bytes == 0) {
-    *p = nullptr;
-    return cudaSuccess;
+cudaError_t cudaMemGetInfo(size_t* n_free, size_t* n_total) {
+  need_context();
+  const char* const text = std::getenv("CUDA_ON_CPU_MEMORY");
+  *n_total = text != nullptr ? std::strtoull(text, nullptr, 10) : kDeviceBytes;
+  size_t n_used = 0;
+  Memory& m = memory();
+  const std::lock_guard lock(m.mutex);
+  for (const auto& [p, a] : m.all) {
+    if (a.kind == Kind::kDevice && a.device == current_device()) n_used += a.n_bytes;
   }
+  *n_free = *n_total - std::min(*n_total, n_used);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void** p, size_t n_bytes) {
+  *p = nullptr;
+  if (n_bytes == 0) return cudaSuccess;
   int device = -1;
   size_t most = 0;
   const char* const limit = std::getenv("CUDA_ON_CPU_LARGEST");
   if (limit != nullptr && std::sscanf(limit, "%d:%zu", &device, &most) == 2 && device == current_device() &&
       n_bytes > most) {
-    *p = nullptr;
     return report(cudaErrorMemoryAllocation);
   }
+  size_t n_free = 0, n_total = 0;
+  (void)cudaMemGetInfo(&n_free, &n_total);
+  if (n_bytes > n_free) return report(cudaErrorMemoryAllocation);
   return allocate(p, n_bytes, Kind::kDevice);
 }
 cudaError_t cudaFree(void* p) { return free_allocation(p, Kind::kDevice); }
@@ -277,11 +300,13 @@ cudaError_t cudaIpcOpenMemHandle(void** p, cudaIpcMemHandle_t handle, unsigned i
   const bool broken = std::getenv("CUDA_ON_CPU_PEER_BROKEN") != nullptr;
   void* at = mmap(nullptr, h.n_mapped, PROT_READ | PROT_WRITE,
                   broken ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, broken ? -1 : fd, 0);
-  close(fd);
-  if (at == MAP_FAILED) return report(cudaErrorMapBufferObjectFailed);
+  if (at == MAP_FAILED || flock(fd, LOCK_SH) != 0) {  // until it is closed, or the process ends
+    close(fd);
+    return report(cudaErrorMapBufferObjectFailed);
+  }
   Memory& m = memory();
   const std::lock_guard lock(m.mutex);
-  m.all[static_cast<char*>(at)] = {h.n_bytes, h.n_mapped, -1, Kind::kPeer, h.device};
+  m.all[static_cast<char*>(at)] = {h.n_bytes, h.n_mapped, fd, Kind::kPeer, h.device};
   *p = at;
   return cudaSuccess;
 }

@@ -196,6 +196,38 @@ def test_staged_results_come_on_the_calls_stream(size: int) -> None:
     run_ranks(size, staged_results, timeout=240)
 
 
+def memory_that_is_used_again(rank: int, size: int) -> None:
+    """The arena has room for two of these, and each is let go while its stream is far behind."""
+    device = devices.take()
+    n = 6 << 20
+    side = torch.cuda.Stream(device)
+    with pycomm.init(timeout=120) as comm:
+        comm.all_reduce(torch.ones(1, device=device))
+        if "peer" not in comm._c.device_algorithms(KINDS["all_reduce"]):
+            return
+        copies = []
+        for k in range(12):
+            made_on = side if k % 3 == 1 else torch.cuda.current_stream(device)
+            with torch.cuda.stream(made_on):
+                x = comm.empty(n, device=device)
+            used_on = side if k % 3 == 0 else torch.cuda.current_stream(device)
+            used_on.wait_stream(made_on)
+            with torch.cuda.stream(used_on):
+                torch.cuda._sleep(20_000_000)
+                x.fill_(float(k))
+                copies.append(x[::4096].clone())
+                del x
+        torch.cuda.synchronize(device)
+        for k, got in enumerate(copies):
+            check(got.cpu(), torch.full_like(got, float(k), device="cpu"), k)
+
+
+@needs_streams
+@pytest.mark.parametrize("size", RANKS)
+def test_memory_is_used_again_behind_its_streams(size: int) -> None:
+    run_ranks(size, memory_that_is_used_again, timeout=240)
+
+
 # ---- training -------------------------------------------------------------------------------------------
 
 

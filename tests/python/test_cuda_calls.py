@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 
@@ -63,6 +64,40 @@ def in_the_arena(rank: int, size: int) -> None:
 
 def test_memory_that_peers_reach() -> None:
     run_ranks(3, in_the_arena)
+
+
+def wherever_they_die(rank: int, size: int) -> None:
+    """Tensors that peers reach: beside an exception, in another thread, in a forked child, after close()."""
+    with pycomm.init(timeout=60) as comm:
+
+        def made() -> list[torch.Tensor]:
+            return [comm.empty(250_000, device=f"cuda:{rank}")]  # there is no room for two
+
+        held = made()
+        with raises(KeyError, "told"):
+            try:
+                raise KeyError("told")
+            finally:
+                held.clear()
+        for _ in range(3):
+            held = made()
+            comm.all_reduce(held[0].fill_(1.0), async_op=True).wait()
+            thread = threading.Thread(target=held.clear)
+            thread.start()
+            thread.join()
+        held = made()
+        held[0].fill_(rank)
+        child = os.fork()
+        if child == 0:
+            held.clear()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert bool((held[0] == rank).all())
+    held.clear()
+
+
+def test_tensors_that_peers_reach_die_anywhere() -> None:
+    run_ranks(2, wherever_they_die)
 
 
 def refused_in_the_first_call(rank: int, size: int) -> None:
@@ -177,6 +212,24 @@ def futures(rank: int, size: int) -> None:
 
 def test_works_and_futures() -> None:
     run_ranks(2, futures)
+
+
+def one_after_another(rank: int, size: int) -> None:
+    for _ in range(2):  # jobs, whose ranks meet anew
+        with pycomm.init(timeout=60) as comm:
+            kept = comm.empty(10, device=f"cuda:{rank}").fill_(rank)
+            for _ in range(4):
+                with comm.split(0) as child:
+                    t = child.empty(1000, device=f"cuda:{rank}").fill_(rank + 1)
+                    child.all_reduce(t, algorithm="peer")  # refused where there was no memory
+                assert bool((t == size * (size + 1) / 2).all())
+                del t
+        assert bool((kept == rank).all())
+        del kept
+
+
+def test_a_communicator_has_the_memory_of_those_before() -> None:
+    run_ranks(3, one_after_another, env={"CUDA_ON_CPU_MEMORY": str(9 << 20)})  # each takes 2 MiB
 
 
 def without_nccl(rank: int, size: int) -> None:

@@ -22,18 +22,23 @@ Status alone(const void* mine, size_t n_bytes, void* all) {
 // A communicator of one rank.
 struct Peers {
   explicit Peers(size_t n_heap_bytes) {
-    const PeerMemory::Options options{
-        0,           0, 1, PeerCollectives::reserved_bytes(peer.half_bytes), PeerCollectives::zero_bytes(),
-        n_heap_bytes};
+    const PeerMemory::Options options{0,
+                                      0,
+                                      1,
+                                      PeerCollectives::reserved_bytes(peer.half_bytes),
+                                      PeerCollectives::zero_bytes(),
+                                      n_heap_bytes,
+                                      nullptr,
+                                      {0}};
     check(PeerMemory::create(options, alone, &memory), "PeerMemory");
     check(PeerCollectives::create(memory.get(), peer, alone, &comm), "PeerCollectives");
   }
   ~Peers() {
     comm.reset();
-    check(memory->close(alone), "PeerMemory");
+    PeerMemory::retire(std::move(memory));
   }
   PeerOptions peer;
-  std::unique_ptr<PeerMemory> memory;
+  std::shared_ptr<PeerMemory> memory;
   std::unique_ptr<PeerCollectives> comm;
 };
 

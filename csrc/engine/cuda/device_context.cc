@@ -5,6 +5,7 @@
 #include <chrono>
 #include <map>
 
+#include "transport/cuda/peer_memory.h"
 #include "transport/cuda/runtime.h"
 
 namespace pycomm::cuda {
@@ -54,6 +55,7 @@ Status DeviceContext::scratch(size_t n_bytes, std::byte** p) {
     cudaError_t error = cudaMalloc(&block, got);
     if (error == cudaErrorMemoryAllocation) {
       (void)cudaGetLastError();
+      PeerMemory::free_retired(device_);
       if (void (*const free)() = free_cached.load()) free();
       error = cudaMalloc(&block, got = n_bytes);
       if (error == cudaErrorMemoryAllocation) (void)cudaGetLastError();
@@ -88,11 +90,31 @@ void DeviceContext::give_event(Event event) {
   events_.push_back(event);
 }
 
-Status HeldEvent::take(std::shared_ptr<DeviceContext> context, std::shared_ptr<HeldEvent>* out) {
+// The one before goes without the lock, which it takes.
+void DeviceContext::note_end(std::shared_ptr<HeldEvent> event) {
+  const std::lock_guard lock(mutex_);
+  last_end_.swap(event);
+}
+
+std::shared_ptr<HeldEvent> DeviceContext::last_end() {
+  const std::lock_guard lock(mutex_);
+  return last_end_;
+}
+
+Status HeldEvent::take(const std::shared_ptr<DeviceContext>& context, std::shared_ptr<HeldEvent>* out) {
   Event event = nullptr;
   PYCOMM_RETURN_IF_ERROR(context->take_event(&event));
-  out->reset(new HeldEvent(std::move(context), event));
+  out->reset(new HeldEvent(context, event));
   return Status();
+}
+
+HeldEvent::~HeldEvent() {
+  if (const auto context = context_.lock()) {
+    context->give_event(event_);
+    return;
+  }
+  const DeviceGuard guard(device_);
+  (void)cudaEventDestroy(event_);
 }
 
 uint64_t DeviceContext::take_turn() {

@@ -22,6 +22,8 @@
 
 namespace pycomm::cuda {
 
+class HeldEvent;
+
 class DeviceContext {
  public:
   // The one of this device, made when there is none.
@@ -39,6 +41,10 @@ class DeviceContext {
 
   Status take_event(Event* out);
   void give_event(Event event);
+  // The end of the last call that was issued and not captured: all that calls have put on comm() so far comes
+  // before it. Null: there was none.
+  void note_end(std::shared_ptr<HeldEvent> event);
+  std::shared_ptr<HeldEvent> last_end();
 
   uint64_t take_turn();
   void end_turn(uint64_t turn);
@@ -57,23 +63,26 @@ class DeviceContext {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Event> events_;
+  std::shared_ptr<HeldEvent> last_end_;
   uint64_t next_turn_ = 0, now_ = 0;
   std::set<uint64_t> ended_early_;  // turns behind now_ that are over
 };
 
-// An event of a context, which gets it back when nobody holds it any more.
+// An event of a context, which gets it back when nobody holds it any more; where the context is gone by then,
+// it is destroyed. (Whoever needs the context as well holds that: it holds an event itself.)
 class HeldEvent {
  public:
-  static Status take(std::shared_ptr<DeviceContext> context, std::shared_ptr<HeldEvent>* out);
-  ~HeldEvent() { context_->give_event(event_); }
+  static Status take(const std::shared_ptr<DeviceContext>& context, std::shared_ptr<HeldEvent>* out);
+  ~HeldEvent();
   HeldEvent(const HeldEvent&) = delete;
   HeldEvent& operator=(const HeldEvent&) = delete;
   Event get() const { return event_; }
 
  private:
-  HeldEvent(std::shared_ptr<DeviceContext> context, Event event)
-      : context_(std::move(context)), event_(event) {}
-  const std::shared_ptr<DeviceContext> context_;
+  HeldEvent(const std::shared_ptr<DeviceContext>& context, Event event)
+      : context_(context), device_(context->device()), event_(event) {}
+  const std::weak_ptr<DeviceContext> context_;
+  const int device_;
   const Event event_;
 };
 

@@ -115,19 +115,19 @@ Status DeviceEngine::Impl::make_peers() {
   options.timeout_s = 0;  // calls say how long they may take
   options.describe = link.describe;
   options.trouble = link.trouble;
-  std::unique_ptr<PeerMemory> made;
   Status s = PeerMemory::create(
       {device, link.rank, link.n_ranks, PeerCollectives::reserved_bytes(options.half_bytes),
-       PeerCollectives::zero_bytes(), n_heap},
-      link.exchange, &made);
-  memory = std::move(made);
+       PeerCollectives::zero_bytes(), n_heap, link.node, link.node_ranks},
+      link.exchange, &memory);
   if (s.ok()) s = PeerCollectives::create(memory.get(), options, link.exchange, &peers);
   PYCOMM_RETURN_IF_ERROR(link.trouble());
   if (!s.ok()) {
     why_no_peers = "the GPUs' memory is not shared: " + s.message();
     peers.reset();
-    memory.reset();
+    PeerMemory::retire(std::move(memory));
+    return Status();
   }
+  arena = std::make_shared<cuda::DeviceArena>(memory, context, n_heap);
   return Status();
 }
 
@@ -245,8 +245,7 @@ Status DeviceEngine::create(int device, Link link, std::unique_ptr<DeviceEngine>
   return Status();
 }
 
-// Peers may still reach this rank's memory, and nobody says when they are done: without an agreement it is
-// kept until the process ends (PeerMemory).
+// Peers may still reach this rank's memory, and nobody waits for them here: it is freed later (PeerMemory).
 DeviceEngine::~DeviceEngine() {
   Impl& d = *impl_;
   if (d.context == nullptr) return;
@@ -257,9 +256,12 @@ DeviceEngine::~DeviceEngine() {
   d.failure->forget_engine();
   if (!has_ended) {
     d.keep();
-    return;
+  } else if (d.has_captured && d.peers != nullptr) {
+    PeerCollectives::keep(std::move(d.peers));  // a graph that is left would touch it
   }
   d.peers.reset();
+  PeerMemory::retire(std::move(d.memory));
+  if (!has_ended) return;
   if (d.comm.valid() && !d.comm_is_revoked) (void)d.comm.finalize({nccl::NcclComm::kAbortTimeout_s, {}});
 }
 
@@ -286,14 +288,11 @@ Status DeviceEngine::failure() const {
   return impl_->peers != nullptr ? impl_->peers->failure() : Status();  // before the watch has seen it
 }
 
-Status DeviceEngine::allocate(size_t n_bytes, std::shared_ptr<void>* out) {
-  if (impl_->memory == nullptr) return Status::error(Code::kSystem, impl_->why_no_peers);
-  void* p = nullptr;
-  PYCOMM_RETURN_IF_ERROR(
-      impl_->memory->allocate(n_bytes, &p)
-          .within("memory on CUDA (PYCOMM_DEVICE_ARENA says how many bytes each rank has)"));
-  out->reset(p, [memory = impl_->memory](void* q) { (void)memory->release(q); });
-  return Status();
+Status DeviceEngine::allocate(size_t n_bytes, void* stream, CallerHooks* hooks,
+                              std::unique_ptr<DeviceBlock>* out) {
+  if (impl_->arena == nullptr) return Status::error(Code::kSystem, impl_->why_no_peers);
+  return impl_->arena->allocate(n_bytes, static_cast<cuda::Stream>(stream), hooks, out)
+      .within("memory on CUDA (PYCOMM_DEVICE_ARENA says how many bytes each rank has)");
 }
 
 std::string DeviceEngine::describe() const {

@@ -8,6 +8,7 @@
 //   device_watch.cc    what goes wrong after a call was issued
 //   device_end.cc      turns and ends
 //   device_context.cc  what communicators share
+//   device_arena.cc    memory that peers reach: when it may be used again
 #pragma once
 
 #include <atomic>
@@ -21,6 +22,7 @@
 #include <tuple>
 #include <vector>
 
+#include "engine/cuda/device_arena.h"
 #include "engine/cuda/device_context.h"
 #include "engine/cuda/nccl_native.h"
 #include "engine/cuda/nccl_rounds.h"
@@ -87,8 +89,9 @@ struct DeviceEngine::Impl {
   std::shared_ptr<cuda::DeviceContext> context;
   std::shared_ptr<DeviceFailure> failure = std::make_shared<DeviceFailure>();
 
-  std::shared_ptr<PeerMemory> memory;  // tensors in it hold it
+  std::shared_ptr<PeerMemory> memory;  // tensors in it hold it, and so does whatever frees it after the end
   std::unique_ptr<PeerCollectives> peers;
+  std::shared_ptr<cuda::DeviceArena> arena;  // where there are peers
   std::string why_no_peers;
 
   bool has_nccl = false;  // on all ranks, and devices that it takes
@@ -121,20 +124,26 @@ struct DeviceEngine::Impl {
   Status plan_of(const Call& call, uint8_t algorithm, bool in_place, const cuda::RoundPlan** out);
 
   // ---- device_issue.cc
-  // Contiguous memory of the call: the tensors' own, or in scratch.
+  // Contiguous memory of the call: the tensors' own, or what they are packed into.
   struct Plain {
     const std::byte* in = nullptr;
     std::byte* out = nullptr;
   };
   Status can_be_captured(const Call& call);
   Status agree_to_capture(const Call& call);
-  Status issue(const Call& call, double timeout_s);
+  Status issue(const Call& call, bool is_captured, double timeout_s);
   Status issue_behind(const DeviceTurn& turn, const Call& call, double timeout_s);
   Status mark_end(bool is_captured, bool is_whole, const Call& call, std::shared_ptr<DeviceEnd>* end);
   Status alone(const Call& call, const Plain& plain);
   Status by_way(const Call& call, const Plain& plain, std::byte* scratch, double timeout_s);
   bool needs_nccl(const Call& call) const;
-  Status all_scratch_bytes(const Call& call, size_t* packed_in, size_t* packed_out, size_t* way);
+  struct Room {
+    size_t packed_in = 0, packed_out = 0;
+    size_t way = 0;                // of scratch: what the way needs
+    std::byte* packing = nullptr;  // in memory that peers reach; null: packed in scratch, too
+    size_t scratch() const { return way + (packing == nullptr ? packed_in + packed_out : 0); }
+  };
+  Status find_room(const Call& call, bool is_captured, Room* out);
   static Call as_sum(const Call& call);
   Status multiplied_by_peers(const Call& call, const Plain& plain, std::byte* scratch);
   Status by_rounds(const Call& call, const Plain& plain, std::byte* scratch, double timeout_s);

@@ -1,7 +1,8 @@
 // One call on the device: behind the caller's stream, onto the communication stream, up to its end event.
 //
-// Tensors in several pieces, as DDP's buckets are, are packed into scratch by one kernel and unpacked by one.
-// Scratch is laid out anew by each call: [packed input and output] [what the way needs].
+// Tensors in several pieces, as DDP's buckets are, are packed by one kernel and unpacked by one: into memory
+// that peers reach, where the call goes over that and it has room (DeviceArena), so that nothing is staged;
+// else into scratch. Scratch is laid out anew by each call: [packed input and output] [what the way needs].
 //
 // Over peers' memory premul_sum multiplies first, into scratch, then adds; low precision then runs in float32
 // and is rounded at the end. So do the CPU engine (engine/convert.h) and the rounds over NCCL: the same bits.
@@ -190,15 +191,21 @@ bool DeviceEngine::Impl::needs_nccl(const Call& call) const {
                               call.sig.algorithm == static_cast<uint8_t>(DeviceWay::kNccl));
 }
 
-Status DeviceEngine::Impl::all_scratch_bytes(const Call& call, size_t* packed_in, size_t* packed_out,
-                                             size_t* way) {
+// What the call has to be packed into, and its scratch. Ranks may differ in what they find: so may places of
+// peers' memory (PeerCollectives).
+Status DeviceEngine::Impl::find_room(const Call& call, bool is_captured, Room* out) {
   const size_t size = dtype_size(call.sig.dtype);
-  // In place, in pieces: in place in scratch, too.
+  // In place, in pieces: in place when packed, too.
   const bool shared = !call.in.single() && !call.out.single() && call.in.n_elems() == call.out.n_elems() &&
                       call.in.data() == call.out.data();
-  *packed_in = call.in.single() ? 0 : cuda::aligned(call.in.n_elems() * size);
-  *packed_out = call.out.single() || shared ? 0 : cuda::aligned(call.out.n_elems() * size);
-  return scratch_bytes(call, way);
+  out->packed_in = call.in.single() ? 0 : cuda::aligned(call.in.n_elems() * size);
+  out->packed_out = call.out.single() || shared ? 0 : cuda::aligned(call.out.n_elems() * size);
+  const size_t n_packed = out->packed_in + out->packed_out;
+  const bool by_peers = link.n_ranks > 1 && !needs_nccl(call) && !is_coded_gather(call);
+  // Else peers see what it was multiplied into, and not what it is packed into.
+  const bool is_seen = call.sig.op != ReduceOp::kPremulSum || !is_low_precision(call.sig.dtype);
+  if (n_packed > 0 && by_peers && is_seen) out->packing = arena->packing(n_packed, is_captured);
+  return scratch_bytes(call, &out->way);
 }
 
 // What a call makes when it is the first of its kind cannot be made while a stream is captured.
@@ -210,9 +217,9 @@ Status DeviceEngine::Impl::can_be_captured(const Call& call) {
                              call.sig.text().c_str(), what));
   };
   if (needs_nccl(call) && !comm.valid()) return refuse("its NCCL communicator is not there yet");
-  size_t n_in = 0, n_out = 0, n_way = 0;
-  PYCOMM_RETURN_IF_ERROR(all_scratch_bytes(call, &n_in, &n_out, &n_way));
-  if (!context->has_scratch(n_in + n_out + n_way)) return refuse("it needs more scratch memory");
+  Room room;
+  PYCOMM_RETURN_IF_ERROR(find_room(call, false, &room));
+  if (!context->has_scratch(room.scratch())) return refuse("it needs more scratch memory");
   if (!is_rounds(call.sig.algorithm) || link.n_ranks == 1) return Status();
   const bool same =
       in_place(call, {call.in.data(), call.out.data()}) && catalog()[call.sig.algorithm].in_place;
@@ -240,20 +247,22 @@ Status DeviceEngine::Impl::agree_to_capture(const Call& call) {
   return Status();
 }
 
-Status DeviceEngine::Impl::issue(const Call& call, double timeout_s) {
+Status DeviceEngine::Impl::issue(const Call& call, bool is_captured, double timeout_s) {
   if (needs_nccl(call)) PYCOMM_RETURN_IF_ERROR(need_nccl(timeout_s));
-  size_t n_in = 0, n_out = 0, n_way = 0;
-  PYCOMM_RETURN_IF_ERROR(all_scratch_bytes(call, &n_in, &n_out, &n_way));
+  Room room;
+  PYCOMM_RETURN_IF_ERROR(find_room(call, is_captured, &room));
   std::byte* scratch = nullptr;
-  PYCOMM_RETURN_IF_ERROR(context->scratch(n_in + n_out + n_way, &scratch));
+  PYCOMM_RETURN_IF_ERROR(context->scratch(room.scratch(), &scratch));
+  std::byte* const packed = room.packing != nullptr ? room.packing : scratch;
+  if (room.packing == nullptr) scratch += room.packed_in + room.packed_out;
   Plain plain{call.in.data(), call.out.data()};
-  if (n_in > 0) {
-    PYCOMM_RETURN_IF_ERROR(gather_pieces(call.in, scratch, call.sig.dtype));
-    plain.in = scratch;
+  if (room.packed_in > 0) {
+    PYCOMM_RETURN_IF_ERROR(gather_pieces(call.in, packed, call.sig.dtype));
+    plain.in = packed;
   }
   const bool pack_out = !call.out.single();
-  if (pack_out) plain.out = n_out > 0 ? scratch + n_in : scratch;
-  PYCOMM_RETURN_IF_ERROR(by_way(call, plain, scratch + n_in + n_out, timeout_s));
+  if (pack_out) plain.out = room.packed_out > 0 ? packed + room.packed_in : packed;
+  PYCOMM_RETURN_IF_ERROR(by_way(call, plain, scratch, timeout_s));
   return pack_out ? spread_pieces(plain.out, call.out, call.sig.dtype) : Status();
 }
 
@@ -261,7 +270,7 @@ Status DeviceEngine::Impl::issue_behind(const DeviceTurn& turn, const Call& call
   PYCOMM_RETURN_IF_ERROR(
       cuda_status(cudaStreamWaitEvent(stream(), turn.impl->ready->get(), 0), "cudaStreamWaitEvent"));
   PYCOMM_RETURN_IF_ERROR(context->streams().begin_operation(call_kind_name(call.sig.kind)));
-  return issue(call, timeout_s);
+  return issue(call, turn.is_captured(), timeout_s);
 }
 
 // Behind all that has been issued of the call. Where that is not all of it, it still reads and writes the
@@ -275,6 +284,7 @@ Status DeviceEngine::Impl::mark_end(bool is_captured, bool is_whole, const Call&
   PYCOMM_RETURN_IF_ERROR(cuda::HeldEvent::take(context, &event));
   auto made = std::make_shared<DeviceEnd>();
   PYCOMM_RETURN_IF_ERROR(cuda_status(cudaEventRecord(event->get(), stream()), "cudaEventRecord"));
+  if (!is_captured) context->note_end(event);
   made->impl =
       std::make_unique<DeviceEnd::Impl>(DeviceEnd::Impl{context, failure, std::move(event), is_captured});
   *end = std::move(made);
@@ -288,18 +298,18 @@ void DeviceEngine::set_free_cached(void (*free_cached)()) {
 Status DeviceEngine::reserve(const DeviceTables& tables, Call* call) {
   Impl& d = *impl_;
   const uint8_t asked = call->sig.algorithm;  // what ranks compare
-  size_t n_in = 0, n_out = 0, n_way = 0;
+  Impl::Room room;
   Status s = choose(tables, call);
-  const bool is_known = s.ok() && (!d.needs_nccl(*call) || d.comm.valid()) &&
-                        d.all_scratch_bytes(*call, &n_in, &n_out, &n_way).ok();
+  const bool is_known =
+      s.ok() && (!d.needs_nccl(*call) || d.comm.valid()) && d.find_room(*call, false, &room).ok();
   call->sig.algorithm = asked;
   if (!is_known) return Status();  // its first call, or one that all ranks refuse
   const std::lock_guard lock(d.context->issuing());
-  if (d.context->has_scratch(n_in + n_out + n_way)) return Status();
+  if (d.context->has_scratch(room.scratch())) return Status();
   const DeviceGuard guard(d.device);
   PYCOMM_RETURN_IF_ERROR(guard.status());
   std::byte* ignored = nullptr;
-  return d.context->scratch(n_in + n_out + n_way, &ignored).within(call->sig.text());
+  return d.context->scratch(room.scratch(), &ignored).within(call->sig.text());
 }
 
 Status DeviceEngine::run(const Call& call, const DeviceTurn& turn, double timeout_s,

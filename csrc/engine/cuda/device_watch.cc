@@ -184,7 +184,8 @@ void DeviceEngine::Impl::keep() {
                   link.rank, device, monotonic_s() - failure->at_s.load(), nccl_text.c_str(), history.c_str(),
                   failure->get().message().c_str()));
   cuda::DeviceContext::keep(context);
-  if (peers != nullptr) PeerCollectives::keep(std::move(peers), memory);
+  PeerMemory::abandon(device);
+  if (peers != nullptr) PeerCollectives::keep(std::move(peers));
 }
 
 void DeviceEngine::Impl::end() {

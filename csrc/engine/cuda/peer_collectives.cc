@@ -193,7 +193,7 @@ PeerCall PeerCollectives::tile_of(const Message& m, uint64_t begin, uint64_t n_b
   const int n = memory_->n_ranks();
   const auto ranks = static_cast<uint64_t>(n);
   PeerCall call{};
-  memory_->bases(call.bases);
+  for (int r = 0; r < n; ++r) call.bases[r] = memory_->base(r);
   call.words = device_words_;
   call.kind = m.kind;
   call.push = push_;

@@ -84,9 +84,9 @@ class PeerCollectives {
   Status failure() const;  // OK while usable
   // Kernels stop waiting, here at once, at peers when they meet this rank next. The first reason stays.
   void abort(Status why);
-  // Its kernels may still run, or begin to: what they touch is kept until the process ends, and nothing is
-  // watched any more.
-  static void keep(std::unique_ptr<PeerCollectives> peers, std::shared_ptr<PeerMemory> memory);
+  // Its kernels may still run, or begin to: what they touch is kept until the process ends
+  // (PeerMemory::keep), and nothing is watched any more.
+  static void keep(std::unique_ptr<PeerCollectives> peers);
 
  private:
   PeerCollectives(PeerMemory* memory, const PeerOptions& options)

@@ -118,6 +118,7 @@ Status PeerCollectives::prove(const Exchange& exchange) {
   std::vector<Finding> all(n);
   Status told = exchange(&finding, sizeof finding, all.data()).within("peers' memory, tried");
   if (told.ok() && ended) trial.free();  // no peer's kernel runs, which cudaFree would wait for
+  if (!ended) PeerMemory::abandon(device);
   PYCOMM_RETURN_IF_ERROR(std::move(told));
   for (size_t r = 0; r < n; r++) {
     if (all[r].good != 0) continue;

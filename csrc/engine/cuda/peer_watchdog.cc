@@ -87,13 +87,13 @@ void PeerCollectives::end_watch() {
   watchdog_.join();
 }
 
-void PeerCollectives::keep(std::unique_ptr<PeerCollectives> peers, std::shared_ptr<PeerMemory> memory) {
+void PeerCollectives::keep(std::unique_ptr<PeerCollectives> peers) {
   static std::mutex mutex;
-  static auto* const kept =
-      new std::vector<std::pair<std::shared_ptr<PeerMemory>, std::unique_ptr<PeerCollectives>>>;
+  static auto* const kept = new std::vector<std::unique_ptr<PeerCollectives>>;
   peers->end_watch();
+  peers->memory_->keep();
   const std::lock_guard lock(mutex);
-  kept->emplace_back(std::move(memory), std::move(peers));
+  kept->push_back(std::move(peers));
 }
 
 std::string PeerCollectives::name(int rank) const {

@@ -24,7 +24,7 @@ struct PeerShared {
 };
 
 PYCOMM_DEVICE PeerControl& control_of(const PeerCall& call, int rank) {
-  return *reinterpret_cast<PeerControl*>(call.bases[rank][0]);
+  return *reinterpret_cast<PeerControl*>(call.bases[rank]);
 }
 
 // ---- places
@@ -32,7 +32,7 @@ PYCOMM_DEVICE PeerControl& control_of(const PeerCall& call, int rank) {
 PYCOMM_DEVICE bool is_tensor(uint64_t place) { return (place & 1) != 0; }
 
 PYCOMM_DEVICE char* at_place(const PeerCall& call, int rank, uint64_t place) {
-  return call.bases[rank][place >> 56] + (place & ((uint64_t{1} << 56) - 2));
+  return call.bases[rank] + (place & ~uint64_t{1});
 }
 
 PYCOMM_DEVICE uint64_t half_offset(const PeerCall& call, uint64_t number) {
@@ -40,7 +40,7 @@ PYCOMM_DEVICE uint64_t half_offset(const PeerCall& call, uint64_t number) {
 }
 
 PYCOMM_DEVICE char* half_of(const PeerCall& call, int rank, uint64_t number) {
-  return call.bases[rank][0] + half_offset(call, number);
+  return call.bases[rank] + half_offset(call, number);
 }
 
 PYCOMM_DEVICE uint64_t slice_length(const PeerCall& call, int slice) {

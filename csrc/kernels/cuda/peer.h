@@ -1,9 +1,9 @@
 // Collectives of 2 to 8 ranks whose GPUs map each other's memory: one kernel a rank does all of a call.
 //
 // Words. The *staging* of a rank is memory that all ranks map; it has two halves, which calls use in turn. A
-// *place* names memory of a rank for its peers: segment << 56 | offset, bit 0 set for a tensor (else it is
-// staging); 0 is none. A *slice* is the part of a message that one rank reduces. To *pull* is to read what
-// the owner has staged, to *push* is to write into peers' memory, one peer at a time (better over PCIe).
+// *place* names memory of a rank for its peers: its offset, bit 0 set for a tensor (else it is staging); 0 is
+// none. A *slice* is the part of a message that one rank reduces. To *pull* is to read what the owner has
+// staged, to *push* is to write into peers' memory, one peer at a time (better over PCIe).
 // A *call* is one launch; calls are numbered by the device (so that a graph can replay them), and the number
 // must be the same on all ranks: the same calls in the same order, on one stream per rank.
 //
@@ -23,7 +23,6 @@
 namespace pycomm::cuda {
 
 inline constexpr int kMaxPeers = 8;
-inline constexpr int kMaxPeerSegments = 8;
 inline constexpr int kMaxPeerBlocks = 36;
 inline constexpr unsigned kMaxPeerThreads = 512;
 
@@ -37,7 +36,7 @@ struct alignas(64) PeerSlot {
 };
 inline constexpr int kHashBits = 20;
 
-// At the start of a rank's segment 0, zero before the first call of any rank.
+// At the start of a rank's memory, zero before the first call of any rank.
 struct PeerControl {
   PeerSlot slots[kMaxPeerBlocks][kMaxPeers];
   uint64_t calls[kMaxPeerBlocks];  // how many are done; all blocks' are equal between calls
@@ -81,9 +80,9 @@ enum class PeerKind : uint8_t {
 };
 
 struct PeerCall {
-  char* bases[kMaxPeers][kMaxPeerSegments];  // where the segments of every rank are mapped here
-  PeerWords* words;                          // as the device sees them
-  const char* in;                            // null where this rank has no input
+  char* bases[kMaxPeers];  // where the memory of every rank is mapped here
+  PeerWords* words;        // as the device sees them
+  const char* in;          // null where this rank has no input
   char* out;
   uint64_t in_place, out_place;  // where peers find them: 16-byte aligned; 0: they go through the staging
   uint64_t slice_bytes;          // multiple of 16 where total_bytes is cut (two-shot), else what one rank has
@@ -91,7 +90,7 @@ struct PeerCall {
   uint64_t in_stride;            // from slice to slice of `in`
   uint64_t out_stride;           // from slice to slice of `out` (kAllGather, two-shot)
   uint64_t staging_stride;       // from slice to slice in the staging: multiple of 16
-  uint64_t staging;              // offset in segment 0 of its first half: multiple of 16
+  uint64_t staging;              // offset of its first half: multiple of 16
   uint64_t half_bytes;
   uint64_t result;  // where in a half peers write results (two-shot)
   uint64_t label;   // for the host's messages

@@ -1,10 +1,9 @@
-// Segments, their handles, and the heap in them. See peer_memory.h.
+// The memory, its handles, and the heap in it; peer_retired.cc has its end. See peer_memory.h.
 #include "transport/cuda/peer_memory.h"
 
 #include <sys/random.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 
 #include "transport/cuda/runtime.h"
@@ -13,8 +12,8 @@ namespace pycomm {
 
 namespace {
 
-constexpr size_t kSegmentAlignment = size_t{2} << 20;  // smaller allocations share their pages with others
-constexpr int kSegmentShift = 56;
+constexpr const char* kWhat = "peer memory";
+constexpr size_t kGranularity = size_t{2} << 20;  // smaller allocations share their pages with others
 
 constexpr size_t round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
@@ -28,15 +27,6 @@ uint64_t process_token() {
   }();
   return token;
 }
-
-// What a rank tells its peers of a new segment.
-struct Offer {
-  uint64_t process;
-  uint64_t pointer;
-  uint64_t n_bytes;
-  char bus_id[16];
-  cudaIpcMemHandle_t handle;
-};
 
 // A Status as it travels.
 struct Verdict {
@@ -76,21 +66,89 @@ Status find_path(int mine, const char* bus_id, Path* out) {
   return {};
 }
 
-std::atomic<size_t>& leaked_bytes() {
-  static std::atomic<size_t> n{0};
-  return n;
+}  // namespace
+
+// What a rank tells its peers of its memory.
+struct PeerMemory::Offer {
+  uint64_t process;
+  uint64_t pointer;
+  uint64_t n_bytes;
+  uint64_t let_go;  // offset of the words in its arena
+  char bus_id[16];
+  cudaIpcMemHandle_t handle;
+};
+
+// Every rank tells how it went; the first error is everybody's.
+Status PeerMemory::agree(Status mine, const Exchange& exchange) const {
+  Verdict verdict{static_cast<uint64_t>(mine.code()), {}};
+  std::memcpy(verdict.message, mine.message().data(),
+              utf8_prefix(mine.message(), sizeof verdict.message - 1));
+  std::vector<Verdict> all(static_cast<size_t>(n_ranks()));
+  PYCOMM_RETURN_IF_ERROR(exchange(&verdict, sizeof verdict, all.data()).within(kWhat));
+  for (int r = 0; r < n_ranks(); ++r) {
+    Verdict& v = all[static_cast<size_t>(r)];
+    if (v.code == static_cast<uint64_t>(Code::kOk)) continue;
+    v.message[sizeof v.message - 1] = '\0';
+    return Status::error(static_cast<Code>(v.code), format("%s: rank %d: %s", kWhat, r, v.message));
+  }
+  return {};
 }
 
-Status open_offer(int device, const Offer& offer, char** base, bool* opened, bool* over_pcie) {
+Status PeerMemory::create(const Options& options, const Exchange& exchange,
+                          std::shared_ptr<PeerMemory>* out) {
+  std::shared_ptr<PeerMemory> memory(new PeerMemory(options));
+  let_go_of_retired(options.device);
+  PYCOMM_RETURN_IF_ERROR(memory->agree({}, exchange));
+  free_retired(options.device);
+  Status status = memory->make_and_map(exchange);
+  if (status.ok()) {
+    *out = std::move(memory);
+    return {};
+  }
+  retire(memory);  // no kernel knows of it, but a peer may have opened it
+  let_go_of_retired(options.device);
+  if (memory->agree({}, exchange).ok()) free_retired(options.device);
+  return status;
+}
+
+// This rank's own, which no peer knows so far.
+Status PeerMemory::make(Offer* offer) {
+  const DeviceGuard guard(device());
+  PYCOMM_RETURN_IF_ERROR(guard.status());
+  const size_t reserved = round_up(options_.n_reserved_bytes, kAlignment);
+  n_bytes_ = round_up(std::max<size_t>(reserved + options_.n_heap_bytes, 1), kGranularity);
+  *offer = {process_token(), 0, n_bytes_, 0, {}, {}};
+  void* p = nullptr;
+  PYCOMM_RETURN_IF_ERROR(cuda_status(cudaMalloc(&p, n_bytes_), format("cudaMalloc of %zu bytes", n_bytes_)));
+  peers_[static_cast<size_t>(rank())].base = static_cast<char*>(p);
+  if (reserved < n_bytes_) free_[reserved] = n_bytes_ - reserved;
+  offer->pointer = reinterpret_cast<uintptr_t>(p);
+  if (options_.n_zero_bytes > 0) {  // before any peer knows the address
+    PYCOMM_RETURN_IF_ERROR(cuda_status(cudaMemset(p, 0, options_.n_zero_bytes), "cudaMemset"));
+    PYCOMM_RETURN_IF_ERROR(cuda_status(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize"));
+  }
+  PYCOMM_RETURN_IF_ERROR(cuda_status(cudaDeviceGetPCIBusId(offer->bus_id, sizeof offer->bus_id, device()),
+                                     "cudaDeviceGetPCIBusId"));
+  if (n_ranks() == 1) return {};
+  const size_t n_words_bytes = sizeof(LetGo) * static_cast<size_t>(n_ranks());
+  Arena& arena = *options_.node->arena();
+  PYCOMM_RETURN_IF_ERROR(arena.allocate(n_words_bytes, &peers_let_go_offset_));
+  peers_let_go_ = reinterpret_cast<LetGo*>(arena.base() + peers_let_go_offset_);
+  std::memset(static_cast<void*>(peers_let_go_), 0, n_words_bytes);
+  offer->let_go = peers_let_go_offset_;
+  return cuda_status(cudaIpcGetMemHandle(&offer->handle, p), "cudaIpcGetMemHandle");
+}
+
+Status PeerMemory::open(const Offer& offer, Peer* peer) {
   Path path;
-  PYCOMM_RETURN_IF_ERROR(find_path(device, offer.bus_id, &path));
-  *over_pcie |= path.is_pcie;
+  PYCOMM_RETURN_IF_ERROR(find_path(device(), offer.bus_id, &path));
+  over_pcie_ |= path.is_pcie;
   if (offer.process == process_token()) {
     if (!path.visible) {
       return Status::error(Code::kSystem, format("its GPU %s has no number in this process", offer.bus_id));
     }
-    *base = reinterpret_cast<char*>(offer.pointer);
-    if (path.theirs == device) return {};
+    peer->base = reinterpret_cast<char*>(offer.pointer);
+    if (path.theirs == device()) return {};
     const cudaError_t error = cudaDeviceEnablePeerAccess(path.theirs, 0);
     if (error != cudaErrorPeerAccessAlreadyEnabled) {
       return cuda_status(error, format("cudaDeviceEnablePeerAccess(%d)", path.theirs));
@@ -107,150 +165,50 @@ Status open_offer(int device, const Offer& offer, char** base, bool* opened, boo
       cuda_status(cudaIpcOpenMemHandle(&p, offer.handle, cudaIpcMemLazyEnablePeerAccess),
                   "cudaIpcOpenMemHandle (in containers, all ranks need one IPC namespace: --ipc=host" +
                       (path.visible ? "" : unseen) + ")"));
-  *base = static_cast<char*>(p);
-  *opened = true;
+  peer->base = static_cast<char*>(p);
+  peer->opened = true;
   return {};
 }
 
-}  // namespace
-
-// Every rank tells how it went; the first error is everybody's.
-Status PeerMemory::agree(Status mine, const char* what, const Exchange& exchange) const {
-  Verdict verdict{static_cast<uint64_t>(mine.code()), {}};
-  std::memcpy(verdict.message, mine.message().data(),
-              utf8_prefix(mine.message(), sizeof verdict.message - 1));
-  std::vector<Verdict> all(static_cast<size_t>(n_ranks()));
-  PYCOMM_RETURN_IF_ERROR(exchange(&verdict, sizeof verdict, all.data()).within(what));
-  for (int r = 0; r < n_ranks(); ++r) {
-    Verdict& v = all[static_cast<size_t>(r)];
-    if (v.code == static_cast<uint64_t>(Code::kOk)) continue;
-    v.message[sizeof v.message - 1] = '\0';
-    return Status::error(static_cast<Code>(v.code), format("%s: rank %d: %s", what, r, v.message));
-  }
-  return {};
-}
-
-Status PeerMemory::create(const Options& options, const Exchange& exchange,
-                          std::unique_ptr<PeerMemory>* out) {
-  std::unique_ptr<PeerMemory> memory(new PeerMemory(options));
-  const size_t reserved = round_up(options.n_reserved_bytes, kAlignment);
-  PYCOMM_RETURN_IF_ERROR(memory->add_segment(reserved + options.n_heap_bytes, reserved, exchange));
-  *out = std::move(memory);
-  return {};
-}
-
-PeerMemory::~PeerMemory() {
-  if (closed_) {  // no peer knows of it; its blocks' users are gone, or would not hold this object
-    free_segments();
-    return;
-  }
-  for (const Segment& s : segments_) leaked_bytes() += s.n_bytes;
-}
-
-size_t PeerMemory::n_bytes_leaked() { return leaked_bytes(); }
-
-char* PeerMemory::base(int rank, int segment) const {
-  const std::lock_guard lock(mutex_);
-  if (segment < 0 || static_cast<size_t>(segment) >= segments_.size()) return nullptr;
-  return segments_[static_cast<size_t>(segment)].bases[static_cast<size_t>(rank)];
-}
-
-void PeerMemory::bases(char* (*of_rank)[kMaxSegments]) const {
-  const std::lock_guard lock(mutex_);
-  for (size_t r = 0; r < static_cast<size_t>(n_ranks()); ++r) {
-    for (size_t s = 0; s < kMaxSegments; ++s)
-      of_rank[r][s] = s < segments_.size() ? segments_[s].bases[r] : nullptr;
-  }
-}
-
-Status PeerMemory::grow(size_t n_bytes, const Exchange& exchange) {
-  return add_segment(n_bytes, 0, exchange);
-}
-
-Status PeerMemory::add_segment(size_t n_bytes, size_t first_free, const Exchange& exchange) {
-  constexpr const char* kWhat = "peer memory";
+// Whom to tell is known before anything is opened.
+Status PeerMemory::map(const std::vector<Offer>& offers) {
   const DeviceGuard guard(device());
-  const size_t index = segments_.size();  // only collective calls change it
-  Segment segment;
-  segment.n_bytes = round_up(std::max<size_t>(n_bytes, 1), kSegmentAlignment);
-  segment.bases.resize(static_cast<size_t>(n_ranks()));
-  segment.opened.resize(static_cast<size_t>(n_ranks()));
-  Offer offer{process_token(), 0, segment.n_bytes, {}, {}};
-
-  const auto make = [&]() -> Status {
-    PYCOMM_RETURN_IF_ERROR(guard.status());
-    if (index >= kMaxSegments) {
-      return Status::error(Code::kValue,
-                           format("there are %d segments already, which is the most", kMaxSegments));
-    }
-    void* p = nullptr;
-    PYCOMM_RETURN_IF_ERROR(
-        cuda_status(cudaMalloc(&p, segment.n_bytes), format("cudaMalloc of %zu bytes", segment.n_bytes)));
-    segment.bases[static_cast<size_t>(rank())] = static_cast<char*>(p);
-    offer.pointer = reinterpret_cast<uintptr_t>(p);
-    // Zero before any peer knows the address.
-    const size_t n_zero = index == 0 ? options_.n_zero_bytes : 0;
-    if (n_zero > 0) {
-      PYCOMM_RETURN_IF_ERROR(cuda_status(cudaMemset(p, 0, n_zero), "cudaMemset"));
-      PYCOMM_RETURN_IF_ERROR(cuda_status(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize"));
-    }
-    PYCOMM_RETURN_IF_ERROR(cuda_status(cudaDeviceGetPCIBusId(offer.bus_id, sizeof offer.bus_id, device()),
-                                       "cudaDeviceGetPCIBusId"));
-    if (n_ranks() == 1) return {};
-    return cuda_status(cudaIpcGetMemHandle(&offer.handle, p), "cudaIpcGetMemHandle");
-  };
-  Status status = agree(make(), kWhat, exchange);
-
-  if (status.ok()) {
-    std::vector<Offer> offers(static_cast<size_t>(n_ranks()));
-    status = exchange(&offer, sizeof offer, offers.data()).within(kWhat);
-    if (status.ok()) {
-      Status mine;
-      for (int r = 0; r < n_ranks() && mine.ok(); ++r) {
-        const auto i = static_cast<size_t>(r);
-        if (r == rank()) continue;
-        if (offers[i].n_bytes != segment.n_bytes) {
-          mine = Status::error(Code::kValue,
-                               format("this rank asks for %zu bytes, rank %d for %llu", segment.n_bytes, r,
-                                      static_cast<unsigned long long>(offers[i].n_bytes)));
-          break;
-        }
-        offers[i].bus_id[sizeof offer.bus_id - 1] = '\0';
-        bool opened = false;
-        mine = open_offer(device(), offers[i], &segment.bases[i], &opened, &over_pcie_)
-                   .within(format("rank %d", r));
-        segment.opened[i] = opened;
-      }
-      status = agree(std::move(mine), kWhat, exchange);
-    }
+  PYCOMM_RETURN_IF_ERROR(guard.status());
+  for (int r = 0; r < n_ranks(); ++r) {
+    if (r == rank()) continue;
+    Peer& p = peers_[static_cast<size_t>(r)];
+    const int node_rank = options_.node_ranks[static_cast<size_t>(r)];
+    p.mapped = options_.node->mapping(node_rank);
+    if (p.mapped == nullptr) return Status::error(Code::kPeerLost, format("rank %d has died", r));
+    p.let_go = reinterpret_cast<LetGo*>(p.mapped->base() + offers[static_cast<size_t>(r)].let_go) + rank();
   }
-  if (!status.ok()) {  // no kernel knows of it, but a peer may have opened it: closed first, then freed
-    for (int r = 0; r < n_ranks(); ++r) {
-      const auto i = static_cast<size_t>(r);
-      if (segment.opened[i]) (void)cudaIpcCloseMemHandle(segment.bases[i]);
+  for (int r = 0; r < n_ranks(); ++r) {
+    if (r == rank()) continue;
+    const Offer& offer = offers[static_cast<size_t>(r)];
+    if (offer.n_bytes != n_bytes_) {
+      return Status::error(Code::kValue, format("this rank asks for %zu bytes, rank %d for %llu", n_bytes_, r,
+                                                static_cast<unsigned long long>(offer.n_bytes)));
     }
-    if (exchange(&offer.n_bytes, sizeof offer.n_bytes,
-                 std::vector<uint64_t>(static_cast<size_t>(n_ranks())).data())
-            .ok()) {
-      (void)cudaFree(segment.bases[static_cast<size_t>(rank())]);
-    } else if (segment.bases[static_cast<size_t>(rank())] != nullptr) {
-      leaked_bytes() += segment.n_bytes;
-    }
-    return status;
-  }
-  const std::lock_guard lock(mutex_);
-  segments_.push_back(std::move(segment));
-  if (first_free < segments_[index].n_bytes) {
-    free_block(uint64_t{index} << kSegmentShift | first_free, segments_[index].n_bytes - first_free);
+    PYCOMM_RETURN_IF_ERROR(open(offer, &peers_[static_cast<size_t>(r)]).within(format("rank %d", r)));
   }
   return {};
+}
+
+Status PeerMemory::make_and_map(const Exchange& exchange) {
+  Offer mine{};
+  PYCOMM_RETURN_IF_ERROR(agree(make(&mine), exchange));
+  is_told_ = true;
+  std::vector<Offer> offers(static_cast<size_t>(n_ranks()));
+  PYCOMM_RETURN_IF_ERROR(exchange(&mine, sizeof mine, offers.data()).within(kWhat));
+  for (Offer& offer : offers) offer.bus_id[sizeof offer.bus_id - 1] = '\0';
+  return agree(map(offers), exchange);
 }
 
 // ---- the heap: first fit, neighbours merged
 
 void PeerMemory::free_block(uint64_t place, size_t n_bytes) {
   auto next = free_.lower_bound(place);
-  if (next != free_.end() && place + n_bytes == next->first) {  // segments have a gap between their places
+  if (next != free_.end() && place + n_bytes == next->first) {
     n_bytes += next->second;
     next = free_.erase(next);
   }
@@ -276,9 +234,8 @@ Status PeerMemory::allocate(size_t n_bytes, void** p) {
     const size_t left = it->second - wanted;
     free_.erase(it);
     if (left > 0) free_[place + wanted] = left;
-    used_[place] = {wanted, false};
-    *p = segments_[place >> kSegmentShift].bases[static_cast<size_t>(rank())] +
-         (place & ((uint64_t{1} << kSegmentShift) - 1));
+    used_[place] = wanted;
+    *p = base(rank()) + place;
     return {};
   }
   return Status::error(Code::kSystem,
@@ -292,94 +249,40 @@ Status PeerMemory::release(void* p) {
   const bool ours = find(p, 1, &place);
   const std::lock_guard lock(mutex_);
   const auto it = ours ? used_.find(place) : used_.end();
-  if (it == used_.end() || it->second.held) {
+  if (it == used_.end()) {
     return Status::error(Code::kValue,
                          format("peer memory: %p was not allocated here, or is free already", p));
   }
-  if (quarantined_) {
-    it->second.held = true;
-    return {};
-  }
-  const size_t n_bytes = it->second.n_bytes;
+  if (!quarantined_) free_block(place, it->second);
   used_.erase(it);
-  free_block(place, n_bytes);
-  if (closed_ && used_.empty()) free_segments();
   return {};
 }
 
 bool PeerMemory::find(const void* p, size_t n_bytes, uint64_t* place) const {
-  const std::lock_guard lock(mutex_);
-  const auto at = reinterpret_cast<uintptr_t>(p);
-  for (size_t s = 0; s < segments_.size(); ++s) {
-    const auto base = reinterpret_cast<uintptr_t>(segments_[s].bases[static_cast<size_t>(rank())]);
-    if (at < base || at >= base + segments_[s].n_bytes) continue;
-    const uint64_t offset = at - base;
-    const bool reserved = s == 0 && offset < round_up(options_.n_reserved_bytes, kAlignment);
-    if (reserved || n_bytes > segments_[s].n_bytes - offset) return false;
-    *place = uint64_t{s} << kSegmentShift | offset;
-    return true;
-  }
-  return false;
+  const auto at = reinterpret_cast<uintptr_t>(p), begin = reinterpret_cast<uintptr_t>(base(rank()));
+  if (at < begin + round_up(options_.n_reserved_bytes, kAlignment) || at >= begin + n_bytes_) return false;
+  if (n_bytes > begin + n_bytes_ - at) return false;
+  *place = at - begin;
+  return true;
 }
 
 size_t PeerMemory::n_bytes_in_use() const {
   const std::lock_guard lock(mutex_);
   size_t sum = 0;
-  for (const auto& [place, block] : used_) sum += block.n_bytes;
+  for (const auto& [place, n_bytes] : used_) sum += n_bytes;
   return sum;
 }
 
-// ---- the end of peers' access
+size_t PeerMemory::n_bytes_free() const {
+  const std::lock_guard lock(mutex_);
+  size_t sum = 0;
+  for (const auto& [place, n_bytes] : free_) sum += n_bytes;
+  return sum;
+}
 
 void PeerMemory::quarantine() {
   const std::lock_guard lock(mutex_);
   quarantined_ = true;
-}
-
-Status PeerMemory::settle(const Exchange& exchange) {
-  PYCOMM_RETURN_IF_ERROR(agree({}, "peer memory: end of access", exchange));
-  const std::lock_guard lock(mutex_);
-  quarantined_ = false;
-  for (auto it = used_.begin(); it != used_.end();) {
-    if (it->second.held) {
-      free_block(it->first, it->second.n_bytes);
-      it = used_.erase(it);
-    } else {
-      ++it;
-    }
-  }
-  return {};
-}
-
-// Peers' handles are closed before their owners free, as CUDA asks.
-Status PeerMemory::close(const Exchange& exchange) {
-  if (closed_) return {};
-  const DeviceGuard guard(device());
-  PYCOMM_RETURN_IF_ERROR(guard.status());
-  PYCOMM_RETURN_IF_ERROR(settle(exchange));
-  Status mine;
-  for (Segment& s : segments_) {
-    for (size_t r = 0; r < s.bases.size(); ++r) {
-      if (!s.opened[r]) continue;
-      Status closed = cuda_status(cudaIpcCloseMemHandle(s.bases[r]), "cudaIpcCloseMemHandle");
-      if (mine.ok()) mine = std::move(closed);
-      s.opened[r] = false;
-    }
-  }
-  PYCOMM_RETURN_IF_ERROR(agree(std::move(mine), "peer memory: close", exchange));
-  const std::lock_guard lock(mutex_);
-  closed_ = true;
-  if (used_.empty()) free_segments();
-  return {};
-}
-
-void PeerMemory::free_segments() {
-  const DeviceGuard guard(device());
-  for (Segment& s : segments_) {
-    if (cudaFree(s.bases[static_cast<size_t>(rank())]) != cudaSuccess) leaked_bytes() += s.n_bytes;
-  }
-  segments_.clear();
-  free_.clear();
 }
 
 }  // namespace pycomm

@@ -1,22 +1,30 @@
 // Device memory that the ranks of one machine map into each other's address space.
 //
-// Memory comes in *segments*, each of one cudaMalloc (so that it has an IPC handle, which memory of torch's
-// expandable segments has not), of the same size on all ranks. Segment 0 begins with n_reserved bytes, zero
-// at first, for the owner of the PeerMemory (flags, staging); the rest of it and further segments are a heap.
-// `place` of a pointer (segment << 56 | offset) means the same memory in every process. Allocating is a
-// rank's own affair: no order and no sizes have to agree.
+// Each rank's is one cudaMalloc (so that it has an IPC handle, which memory of torch's expandable segments
+// has not), of the same size on all ranks. It begins with n_reserved_bytes, the first n_zero_bytes of them
+// zero at first, for the owner of the PeerMemory (flags, staging); the rest is a heap. The *place* of a
+// pointer, its offset, means the same memory in every process. Allocating is a rank's own affair: no order
+// and no sizes have to agree.
 //
-// create, grow, settle and close are collective: they speak through an Exchange, which the caller provides,
-// and they give the same success on every rank; an error names the rank that had it. Handles are opened once,
-// threads of one process use each other's pointers. Every rank checks that its GPU reaches those of its peers
-// that it sees; where a job shows each rank its own GPU only, opening their handles shows it.
+// create is collective: it speaks through an Exchange, which the caller provides, and it gives the same
+// success on every rank; an error names the rank that had it. Handles are opened once, threads of one process
+// use each other's pointers. Every rank checks that its GPU reaches those of its peers that it sees; where a
+// job shows each rank its own GPU only, opening their handles shows it.
 //
-// Memory that peers may still write into is never given back: after quarantine() blocks that are released
-// stay unused until settle(), by which every rank that is alive has said that its kernels have ended; what
-// was not closed in agreement is leaked on purpose, until the process ends. Thread-safe, except create and
-// close.
+// The end (peer_retired.cc). Memory that a peer may still write into is never given back, nor is any while a
+// peer has it mapped. When a communicator closes, its memory is *retired*, which waits for nobody and makes
+// no call of CUDA: what unmaps memory may wait for the whole device, and so for kernels that wait for peers.
+// In the next create on that device, which calls cudaMalloc anyway, the rank *lets go* of what it has
+// retired: it closes its peers' handles, and tells each peer so by a word in that peer's arena on the host
+// (of the Node, which stays until then). Then the ranks meet, and each frees what every peer has let go of,
+// or has died with, and where no block is in use. So what waits to be freed never comes from more
+// communicators than were open at one time. A rank whose kernels may still run, or will in a graph, never
+// lets go.
+//
+// Thread-safe, except create.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -26,6 +34,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "transport/node.h"
 
 namespace pycomm {
 
@@ -35,7 +44,6 @@ using Exchange = std::function<Status(const void* mine, size_t n_bytes, void* al
 
 class PeerMemory {
  public:
-  static constexpr int kMaxSegments = 8;
   static constexpr size_t kAlignment = 256;  // of allocations
 
   struct Options {
@@ -45,9 +53,10 @@ class PeerMemory {
     size_t n_reserved_bytes = 0;
     size_t n_zero_bytes = 0;  // at the start of what is reserved
     size_t n_heap_bytes = 0;
+    std::shared_ptr<Node> node;   // null: this rank is the only one
+    std::vector<int> node_ranks;  // of each rank
   };
-  static Status create(const Options& options, const Exchange& exchange, std::unique_ptr<PeerMemory>* out);
-  ~PeerMemory();
+  static Status create(const Options& options, const Exchange& exchange, std::shared_ptr<PeerMemory>* out);
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
@@ -56,53 +65,67 @@ class PeerMemory {
   int n_ranks() const { return options_.n_ranks; }
   // Some GPU that this process sees is reached over PCIe: writes go better there than reads.
   bool is_over_pcie() const { return over_pcie_; }
-  // Where a rank's segment is mapped here; null: there is none.
-  char* base(int rank, int segment) const;
-  void bases(char* (*of_rank)[kMaxSegments]) const;  // of all of them
+  // Where a rank's memory is mapped here.
+  char* base(int rank) const { return peers_[static_cast<size_t>(rank)].base; }
 
-  // One more segment of at least that many bytes. kValue on all ranks when there are kMaxSegments.
-  Status grow(size_t n_bytes, const Exchange& exchange);
-  // kSystem when no segment has room: grow(), or use ordinary memory.
+  // kSystem when there is no room: use ordinary memory.
   Status allocate(size_t n_bytes, void** p);
   Status release(void* p);
-  // False when the bytes are not all inside one of this rank's segments, behind what is reserved.
+  // False when the bytes are not all inside this rank's memory, behind what is reserved.
   bool find(const void* p, size_t n_bytes, uint64_t* place) const;
   size_t n_bytes_in_use() const;
-
-  // Peers may still write into any block that is in use now.
+  size_t n_bytes_free() const;
+  // Peers may still write into any block that is in use now: none of them is used again.
   void quarantine();
-  // To be called when this rank's own streams have passed everything that touches peers' memory. OK: all
-  // ranks that are alive have come here, and the blocks released meanwhile are free again.
-  Status settle(const Exchange& exchange);
-  // As settle; then peers' handles are closed, and this rank's memory is given back when its last block is
-  // released. Without it, or when it fails, the memory stays until the process ends.
-  Status close(const Exchange& exchange);
-  static size_t n_bytes_leaked();  // of this process
+
+  // A graph may be replayed that touches the memory, this rank's and its peers': all of it stays until the
+  // process ends.
+  void keep() { kept_.store(true, std::memory_order_release); }
+  // What is on the device does not end, and so would nothing that waits for it: all memory of this process
+  // there stays, and what it has mapped.
+  static void abandon(int device);
+  // Nothing but the blocks in use is needed any more, and this rank's kernels have ended, or it was kept or
+  // its device abandoned.
+  static void retire(std::shared_ptr<PeerMemory> memory);
+  // Lets go of what was retired on the device, and frees what can be. May wait for the device.
+  static void free_retired(int device);
 
  private:
-  struct Segment {
-    size_t n_bytes = 0;
-    std::vector<char*> bases;  // of each rank
-    std::vector<bool> opened;  // by cudaIpcOpenMemHandle
+  using LetGo = std::atomic<uint32_t>;  // in the owner's arena, one of each rank: not 0 once that has let go
+  struct Peer {
+    char* base = nullptr;
+    bool opened = false;                // by cudaIpcOpenMemHandle
+    LetGo* let_go = nullptr;            // mine, in its arena; null: not known, or done
+    std::shared_ptr<PeerArena> mapped;  // that arena
   };
-  struct Block {
-    size_t n_bytes;
-    bool held;  // released while in quarantine
-  };
-  explicit PeerMemory(const Options& options) : options_(options) {}
-  Status add_segment(size_t n_bytes, size_t first_free, const Exchange& exchange);
-  Status agree(Status mine, const char* what, const Exchange& exchange) const;
+  struct Offer;
+  explicit PeerMemory(const Options& options)
+      : options_(options), peers_(static_cast<size_t>(options.n_ranks)) {}
+  Status make(Offer* offer);
+  Status open(const Offer& offer, Peer* peer);
+  Status map(const std::vector<Offer>& offers);
+  Status make_and_map(const Exchange& exchange);
+  Status agree(Status mine, const Exchange& exchange) const;
   void free_block(uint64_t place, size_t n_bytes);
-  void free_segments();
+  // peer_retired.cc
+  static void let_go_of_retired(int device);
+  bool let_go();
+  bool all_let_go() const;
+  bool free_memory();
 
-  Options options_;
-  std::vector<Segment> segments_;
-  mutable std::mutex mutex_;
-  std::map<uint64_t, size_t> free_;  // place -> bytes, no two adjacent
-  std::map<uint64_t, Block> used_;
-  bool quarantined_ = false;
-  bool closed_ = false;
+  const Options options_;
+  std::vector<Peer> peers_;  // of this rank, too; changed by create and when retired
+  size_t n_bytes_ = 0;
   bool over_pcie_ = false;
+  bool is_told_ = false;           // peers may know of this memory
+  LetGo* peers_let_go_ = nullptr;  // in this rank's arena
+  uint64_t peers_let_go_offset_ = 0;
+  std::atomic<bool> kept_{false};
+
+  mutable std::mutex mutex_;         // of all below
+  std::map<uint64_t, size_t> free_;  // place -> bytes, no two adjacent
+  std::map<uint64_t, size_t> used_;
+  bool quarantined_ = false;
 };
 
 }  // namespace pycomm

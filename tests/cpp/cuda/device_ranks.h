@@ -4,6 +4,8 @@
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
+#include <mutex>
 #include <thread>
 #include <utility>
 
@@ -88,6 +90,32 @@ class OnStream {
   Bytes from_;
   void* all_ = nullptr;
   std::byte* data_ = nullptr;
+};
+
+// What is put on the stream behind it waits until the test opens it.
+class Latch {
+ public:
+  void close(cudaStream_t stream) {
+    if (cudaLaunchHostFunc(
+            stream, [](void* self) { static_cast<Latch*>(self)->wait(); }, this) != cudaSuccess)
+      std::abort();
+  }
+  void open() {
+    {
+      const std::lock_guard lock(mutex_);
+      open_ = true;
+    }
+    changed_.notify_all();
+  }
+
+ private:
+  void wait() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return open_; });
+  }
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool open_ = false;
 };
 
 // In place, of float32.

@@ -1,8 +1,10 @@
 // Devices that do not come to a call, or do not end it: who is named, and close() returns all the same.
 #include <cstdlib>
+#include <cstring>
 
 #include "cuda/device_ranks.h"
 #include "cuda/nccl_ranks.h"  // ScopedEnv
+#include "transport/cuda/peer_memory.h"
 
 namespace pycomm {
 namespace {
@@ -51,6 +53,20 @@ TEST(DeviceStuckDeathTest, CloseWhenNcclsAbortHangs) {
   EXPECT_LT(monotonic_s() - begin_s, 30);
 }
 
+// Of a rank alone, which could be freed, but for the device, for which cudaFree would wait.
+std::shared_ptr<PeerMemory> memory_alone(int device) {
+  std::shared_ptr<PeerMemory> out;
+  const Status s = PeerMemory::create(
+      {device, 0, 1, 0, 0, 1 << 20, nullptr, {}},
+      [](const void* mine, size_t n_bytes, void* all) {
+        std::memcpy(all, mine, n_bytes);
+        return Status();
+      },
+      &out);
+  EXPECT_TRUE(s.ok()) << s.message();
+  return out;
+}
+
 TEST(DeviceStuck, CloseWhenTheCallersStreamIsStuck) {
   for (const char* way : {"peer", "nccl"}) {
     Gate gate;
@@ -58,13 +74,16 @@ TEST(DeviceStuck, CloseWhenTheCallersStreamIsStuck) {
         2,
         [&](DeviceRank& self) {
           OnStream t(self.stream, Bytes(400));
+          std::shared_ptr<PeerMemory> alone = self.rank == 1 ? memory_alone(1) : nullptr;
           PYCOMM_ASSERT_OK(sum(self, t, way));
           (void)t.get();
           if (self.rank == 1) gate.close(self.stream);
           PYCOMM_ASSERT_OK(sum(self, t, way));
           EXPECT_FALSE(until_failure(self).ok());
           expect_close_in_time(self);
-          if (self.rank == 1) gate.open = true;  // what was left behind runs now, and harms nobody
+          PeerMemory::retire(std::move(alone));
+          if (self.rank == 1) PeerMemory::free_retired(1);  // as a call does that finds no memory
+          if (self.rank == 1) gate.open = true;             // what was left behind runs now, and harms nobody
         },
         1);
   }

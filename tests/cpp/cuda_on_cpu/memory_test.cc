@@ -1,9 +1,11 @@
-// Device memory: fresh contents, the guard behind its end, copies whose kind lies, and sharing with another
-// process through a handle.
+// Device memory: fresh contents, the guard behind its end, how much there is, copies whose kind lies, and
+// sharing with another process through a handle.
 #include <gtest/gtest.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <cstring>
 #include <vector>
 
@@ -51,6 +53,24 @@ TEST(Memory, PointersAreTold) {
   EXPECT_EQ(cudaHostGetDevicePointer(&mapped, &plain, 0), cudaErrorInvalidValue);
   EXPECT_EQ(cudaFreeHost(host), cudaSuccess);
   EXPECT_EQ(cudaFree(&plain), cudaErrorInvalidValue);
+}
+
+TEST(Memory, ThereIsSoMuchOfIt) {
+  ASSERT_EQ(setenv("CUDA_ON_CPU_MEMORY", "10000", 1), 0);
+  size_t before = 0, n_free = 0, n_total = 0;
+  ASSERT_EQ(cudaMemGetInfo(&before, &n_total), cudaSuccess);
+  EXPECT_EQ(n_total, 10000u);
+  void* p = nullptr;
+  ASSERT_EQ(cudaMalloc(&p, 1000), cudaSuccess);
+  ASSERT_EQ(cudaMemGetInfo(&n_free, &n_total), cudaSuccess);
+  EXPECT_EQ(n_free, before - 1000);
+  void* q = &q;
+  EXPECT_EQ(cudaMalloc(&q, before - 999), cudaErrorMemoryAllocation);
+  EXPECT_EQ(q, nullptr);
+  EXPECT_EQ(cudaFree(p), cudaSuccess);
+  ASSERT_EQ(cudaMalloc(&q, before), cudaSuccess);
+  EXPECT_EQ(cudaFree(q), cudaSuccess);
+  unsetenv("CUDA_ON_CPU_MEMORY");
 }
 
 __global__ void write_at(char* p, size_t at) { p[at] = 1; }
@@ -105,6 +125,46 @@ TEST(Memory, AnotherProcessMapsItThroughAHandle) {
   EXPECT_EQ(status, 0);
   EXPECT_EQ(cudaIpcCloseMemHandle(p), cudaSuccess);
   for (int fd : {to_parent[0], to_parent[1], to_child[0], to_child[1]}) close(fd);
+}
+
+TEST(MemoryDeathTest, FreeingWhatAnotherProcessHasOpenIsReported) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_DEATH(
+      {
+        void* p = nullptr;
+        cudaIpcMemHandle_t handle;
+        int to_parent[2];
+        if (cudaMalloc(&p, 300) == cudaSuccess && cudaIpcGetMemHandle(&handle, p) == cudaSuccess &&
+            pipe(to_parent) == 0) {
+          const pid_t child = fork();
+          if (child == 0) {
+            prctl(PR_SET_PDEATHSIG, SIGKILL);
+            void* there = nullptr;
+            if (cudaIpcOpenMemHandle(&there, handle, 0) == cudaSuccess) (void)!write(to_parent[1], "x", 1);
+            pause();
+          }
+          char opened = 0;
+          if (read(to_parent[0], &opened, 1) == 1) cudaFree(p);
+        }
+      },
+      "cudaFree of 300 bytes that another process has open");
+}
+
+TEST(Memory, WhatAProcessHadOpenThatHasDiedIsFreed) {
+  void* p = nullptr;
+  cudaIpcMemHandle_t handle;
+  ASSERT_EQ(cudaMalloc(&p, 300), cudaSuccess);
+  ASSERT_EQ(cudaIpcGetMemHandle(&handle, p), cudaSuccess);
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    void* there = nullptr;
+    _exit(cudaIpcOpenMemHandle(&there, handle, 0) == cudaSuccess ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(cudaFree(p), cudaSuccess);
 }
 #endif
 

@@ -24,27 +24,11 @@
 #include "engine/communicator.h"
 #include "engine/control.h"
 #include "engine/p2p.h"
+#include "private_folder.h"
 
 namespace pycomm {
 
 inline constexpr double kDeadlineS = 30;
-
-// A private folder that is gone with its contents' last user.
-class PrivateFolder {
- public:
-  PrivateFolder() {
-    char name[] = "/tmp/pycomm-test-XXXXXX";
-    if (mkdtemp(name) != nullptr) path_ = name;
-  }
-  ~PrivateFolder() {
-    rmdir(run().c_str());
-    rmdir(path_.c_str());
-  }
-  std::string run() const { return path_ + "/run"; }
-
- private:
-  std::string path_;
-};
 
 struct TestRank {
   int rank = 0;

@@ -133,6 +133,7 @@ cudaError_t cudaDriverGetVersion(int* version);
 
 cudaError_t cudaMalloc(void** p, size_t n_bytes);
 cudaError_t cudaFree(void* p);
+cudaError_t cudaMemGetInfo(size_t* n_free, size_t* n_total);
 cudaError_t cudaMallocHost(void** p, size_t n_bytes);
 cudaError_t cudaHostAlloc(void** p, size_t n_bytes, unsigned int flags);
 cudaError_t cudaFreeHost(void* p);
