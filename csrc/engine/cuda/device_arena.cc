@@ -96,7 +96,22 @@ void DeviceArena::give_back(void* p, size_t n_bytes, const std::vector<Stream>& 
   }
   if (block.is_held) block.after.clear();
   const std::lock_guard lock(mutex_);
-  given_back_.push_back(std::move(block));
+  if (has_ended_ && !block.is_held) {
+    (void)memory_->release(p);
+  } else {
+    given_back_.push_back(std::move(block));
+  }
+}
+
+void DeviceArena::end() {
+  const std::lock_guard lock(mutex_);
+  has_ended_ = true;
+  if (packing_ != nullptr && !packing_is_captured_) (void)memory_->release(packing_);
+  packing_ = nullptr;
+  for (const GivenBack& block : given_back_) {
+    if (!block.is_held) (void)memory_->release(block.p);
+  }
+  given_back_.clear();
 }
 
 // Returns how many bytes are still waited for.

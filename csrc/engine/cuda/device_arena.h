@@ -44,6 +44,9 @@ class DeviceArena : public std::enable_shared_from_this<DeviceArena> {
   // At least that many bytes; null: there is no room. Once there, it is there for fewer bytes, too.
   // is_captured: for a call that is captured.
   std::byte* packing(size_t n_bytes, bool is_captured);
+  // With the engine, whose calls have ended: nothing is handed out any more, and all but what is held is
+  // PeerMemory's again, which can be freed then (cudaFree waits for the device).
+  void end();
 
  private:
   struct GivenBack {
@@ -66,6 +69,7 @@ class DeviceArena : public std::enable_shared_from_this<DeviceArena> {
   std::byte* packing_ = nullptr;
   size_t n_packing_bytes_ = 0;
   bool packing_is_captured_ = false;
+  bool has_ended_ = false;
 };
 
 }  // namespace pycomm::cuda

@@ -260,6 +260,7 @@ DeviceEngine::~DeviceEngine() {
     PeerCollectives::keep(std::move(d.peers));  // a graph that is left would touch it
   }
   d.peers.reset();
+  if (has_ended && d.arena != nullptr) d.arena->end();
   PeerMemory::retire(std::move(d.memory));
   if (!has_ended) return;
   if (d.comm.valid() && !d.comm_is_revoked) (void)d.comm.finalize({nccl::NcclComm::kAbortTimeout_s, {}});

@@ -80,14 +80,14 @@ TEST(DeviceClosed, TensorsOutliveTheirCommunicator) {
   run_closing(2, [](DeviceRank& self, const OnStream& t, size_t n_bytes) {
     const DeviceRank first = used_child_of(self, t);
     const size_t before = n_bytes_used();
-    std::shared_ptr<void> tensor;
-    if (self.rank == 0) PYCOMM_ASSERT_OK(first.comm->device()->allocate(4000, &tensor));
+    std::unique_ptr<DeviceBlock> tensor;
+    if (self.rank == 0) PYCOMM_ASSERT_OK(first.comm->device()->allocate(4000, self.stream, nullptr, &tensor));
     PYCOMM_ASSERT_OK(first.comm->close(nullptr));
     const DeviceRank second = used_child_of(self, t);
     EXPECT_EQ(n_bytes_used(), before + (self.rank == 0 ? n_bytes : 0));
     if (self.rank == 0) {  // as ordinary memory of the others' calls
-      ASSERT_CUDA(cudaMemsetAsync(tensor.get(), 0, 400, self.stream));
-      PYCOMM_ASSERT_OK(sum(second, Buffer(tensor.get(), 100), "peer"));
+      ASSERT_CUDA(cudaMemsetAsync(tensor->data(), 0, 400, self.stream));
+      PYCOMM_ASSERT_OK(sum(second, Buffer(tensor->data(), 100), "peer"));
       ASSERT_CUDA(cudaStreamSynchronize(self.stream));
     } else {
       PYCOMM_ASSERT_OK(sum(second, t, "peer"));
@@ -97,6 +97,26 @@ TEST(DeviceClosed, TensorsOutliveTheirCommunicator) {
     const DeviceRank third = used_child_of(self, t);
     EXPECT_EQ(n_bytes_used(), before);
     PYCOMM_ASSERT_OK(third.comm->close(nullptr));
+  });
+}
+
+// Neither the block that lists are packed in nor tensors that went before keep the memory.
+TEST(DeviceClosed, ListsAndTensorsThatAreGoneKeepNothing) {
+  run_closing(2, [](DeviceRank& self, const OnStream& t, size_t) {
+    const OnStream other(self.stream, Bytes(400));
+    size_t before = 0;
+    for (int i = 0; i < 3; i++) {
+      const DeviceRank child = used_child_of(self, t);
+      if (i == 0) before = n_bytes_used();
+      EXPECT_EQ(n_bytes_used(), before) << i;
+      const std::vector<Segment> list = {{t.data(), 50}, {other.data(), 50}};
+      PYCOMM_ASSERT_OK(sum(child, Buffer(list, sizeof(float)), "peer"));
+      std::unique_ptr<DeviceBlock> tensor;
+      PYCOMM_ASSERT_OK(child.comm->device()->allocate(4000, self.stream, nullptr, &tensor));
+      ASSERT_CUDA(cudaMemsetAsync(tensor->data(), 0, 400, self.stream));
+      tensor.reset();
+      PYCOMM_ASSERT_OK(child.comm->close(nullptr));
+    }
   });
 }
 
