@@ -85,7 +85,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     return device_;
   }
 
-  // Fills in algorithm, tile size and hash; kValue or kType when the request cannot be served.
+  // Fills in algorithm, tile size and hash; kValue or kType when the request cannot be served
+  // (communicator_prepare.cc).
   Status prepare(Request* request, const char* algorithm);
   Status run(Request& request, CallerHooks* hooks);
   std::shared_ptr<Work> start(std::unique_ptr<Request> request);
