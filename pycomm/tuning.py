@@ -140,7 +140,7 @@ def _cached(comm: Communicator) -> Table | None:
     if table is not None:
         try:
             apply(comm, table)
-        except ValueError as error:  # written by another version, or by hand
+        except (ValueError, TypeError) as error:  # written by another version, or by hand
             cache_files.ignored(cache_file(comm.size), error)
             return None
         finally:

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "bind/bind.h"
+#include "bind/dlpack.h"
 #include "bind/hooks.h"
 #include "bind/tensor.h"
 
@@ -37,14 +38,31 @@ struct TensorMemory {
   std::unique_ptr<DeviceBlock> block;
 };
 
-// Where the last tensor dies: of autograd's threads, too, which do not hold the GIL, and so cannot ask torch.
+// torch's current stream where the last tensor dies: on autograd's threads, too, which do not hold the GIL.
+// torch before 2.10 says it in Python only.
+Status stream_of_the_last(int device, void** stream) {
+  if (emulated_device() >= 0) return Status();
+  const dlpack::ExchangeApi* const torch = exchange_api();
+  if (torch != nullptr && torch->current_work_stream != nullptr) {
+    const bool known = torch->current_work_stream(dlpack::kCuda, device, stream) == 0;
+    return known ? Status() : Status::error(Code::kSystem, "torch has no current stream");
+  }
+  const py::gil_scoped_acquire gil;
+  const py::error_scope keep;  // a tensor may die while an exception is under way
+  Status s = current_stream(device, stream);
+  PyErr_Clear();
+  return s;
+}
+
 void drop_memory(void* context) {
   const std::unique_ptr<TensorMemory> memory(static_cast<TensorMemory*>(context));
-  if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) return;
-  const py::error_scope keep;  // a tensor may die while an exception is under way
+  if (Py_IsInitialized() == 0) return;
   void* stream = nullptr;
-  if (current_stream(memory->device, &stream).ok()) memory->block->used_on(stream);
-  PyErr_Clear();
+  if (stream_of_the_last(memory->device, &stream).ok()) {
+    memory->block->used_on(stream);
+  } else {
+    memory->block->hold();
+  }
 }
 }  // namespace
 

@@ -59,7 +59,7 @@ struct ExchangeApi {
   void* managed_tensor_from_py_object_no_sync;
   int (*managed_tensor_to_py_object_no_sync)(ManagedTensorVersioned* tensor, void** out);
   int (*dltensor_from_py_object_no_sync)(void* object, Tensor* out);
-  void* current_work_stream;
+  int (*current_work_stream)(int32_t device_type, int32_t device_id, void** out);
 };
 
 }  // namespace pycomm::dlpack

@@ -99,6 +99,7 @@ class DeviceBlock {
   ~DeviceBlock();
   void* data() const;
   void used_on(void* stream);
+  void hold();  // nobody knows on which: it is not handed out again
   struct Impl;
   std::unique_ptr<Impl> impl;
 };

@@ -53,6 +53,7 @@ Status DeviceEngine::allocate(size_t, void*, CallerHooks*, std::unique_ptr<Devic
 DeviceBlock::~DeviceBlock() = default;
 void* DeviceBlock::data() const { return nullptr; }
 void DeviceBlock::used_on(void*) {}
+void DeviceBlock::hold() {}
 DeviceTables::DeviceTables() = default;
 Status DeviceTables::set(Collective, std::vector<Row>) { return no(); }
 std::vector<uint8_t> DeviceEngine::ways(Collective) const { return {}; }

@@ -216,7 +216,13 @@ def with_cache(rank: int, size: int, folder: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "rows", [[], [[2**64 - 1, "quantum", "direct", 131072]], [[2**64 - 1, "direct", "direct", 17]]]
+    "rows",
+    [
+        [],
+        [[2**64 - 1, "quantum", "direct", 131072]],
+        [[2**64 - 1, "direct", "direct", 17]],
+        [[-1, "direct", "direct", 131072]],
+    ],
 )
 def test_a_cache_of_another_version_costs_a_second_not_a_job(tmp_path: Path, rows) -> None:
     os.environ["PYCOMM_CACHE_DIR"] = str(tmp_path)

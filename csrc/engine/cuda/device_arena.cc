@@ -16,7 +16,7 @@ DeviceBlock::~DeviceBlock() {
     return;
   }
   if (const auto arena = impl->arena.lock()) {
-    arena->give_back(impl->data, impl->n_bytes, impl->streams);
+    arena->give_back(*impl);
   } else {
     (void)impl->memory->release(impl->data);
   }
@@ -29,6 +29,8 @@ void DeviceBlock::used_on(void* stream) {
   if (std::find(known.begin(), known.end(), stream) == known.end())
     known.push_back(static_cast<cuda::Stream>(stream));
 }
+
+void DeviceBlock::hold() { impl->is_held = true; }
 
 namespace cuda {
 
@@ -80,15 +82,15 @@ std::shared_ptr<HeldEvent> DeviceArena::mark(Stream stream) const {
 
 // Calls that use the block have been issued, or would hold it: the last one's end is behind them all. The
 // communication stream is not asked for more, but whether a call is captured there now.
-void DeviceArena::give_back(void* p, size_t n_bytes, const std::vector<Stream>& streams) {
-  GivenBack block{p, n_bytes, {}};
+void DeviceArena::give_back(const DeviceBlock::Impl& given) {
+  GivenBack block{given.data, given.n_bytes, {}};
   if (auto end = context_->last_end()) block.after.push_back(std::move(end));
   {
     const DeviceGuard guard(context_->device());
     bool is_captured = false;
     const Status known = capture_state(context_->streams().comm(), "the end of a tensor", &is_captured);
-    block.is_held = is_captured || !known.ok() || !guard.status().ok();
-    for (const Stream stream : streams) {
+    block.is_held = given.is_held || is_captured || !known.ok() || !guard.status().ok();
+    for (const Stream stream : given.streams) {
       if (block.is_held) break;
       block.after.push_back(mark(stream));
       block.is_held = block.after.back() == nullptr;
@@ -97,7 +99,7 @@ void DeviceArena::give_back(void* p, size_t n_bytes, const std::vector<Stream>& 
   if (block.is_held) block.after.clear();
   const std::lock_guard lock(mutex_);
   if (has_ended_ && !block.is_held) {
-    (void)memory_->release(p);
+    (void)memory_->release(block.p);
   } else {
     given_back_.push_back(std::move(block));
   }
@@ -140,15 +142,17 @@ size_t DeviceArena::free_passed() {
 
 std::byte* DeviceArena::packing(size_t n_bytes, bool is_captured) {
   const std::lock_guard lock(mutex_);
+  if (n_bytes <= n_heap_bytes_ / 2) n_largest_bytes_ = std::max(n_largest_bytes_, n_bytes);
   if (n_bytes > n_packing_bytes_ && n_bytes <= n_heap_bytes_ / 2) replace_packing(n_bytes);
   if (n_bytes > n_packing_bytes_) return nullptr;
   packing_is_captured_ |= is_captured;
   return packing_;
 }
 
-// The old one goes first: where there is no room for both, the next call finds it free.
+// The old one goes first: where there is no room for both, a later call finds it free, and takes what the
+// largest so far needs.
 void DeviceArena::replace_packing(size_t n_bytes) {
-  const size_t n_wanted = std::max(n_bytes, n_packing_bytes_ / 4 * 5);
+  const size_t n_wanted = std::max(n_largest_bytes_, n_packing_bytes_ / 4 * 5);
   if (packing_ != nullptr) {
     GivenBack old{packing_, n_packing_bytes_, {}, packing_is_captured_, true};
     if (auto end = context_->last_end(); end != nullptr && !old.is_held) old.after.push_back(std::move(end));

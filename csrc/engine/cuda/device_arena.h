@@ -40,7 +40,7 @@ class DeviceArena : public std::enable_shared_from_this<DeviceArena> {
 
   // kSystem: there is no room, and none came. kInterrupt: the hooks say so.
   Status allocate(size_t n_bytes, Stream stream, CallerHooks* hooks, std::unique_ptr<DeviceBlock>* out);
-  void give_back(void* p, size_t n_bytes, const std::vector<Stream>& streams);
+  void give_back(const DeviceBlock::Impl& block);
   // At least that many bytes; null: there is no room. Once there, it is there for fewer bytes, too.
   // is_captured: for a call that is captured.
   std::byte* packing(size_t n_bytes, bool is_captured);
@@ -68,6 +68,7 @@ class DeviceArena : public std::enable_shared_from_this<DeviceArena> {
   std::vector<GivenBack> given_back_;
   std::byte* packing_ = nullptr;
   size_t n_packing_bytes_ = 0;
+  size_t n_largest_bytes_ = 0;  // that packing was asked for, of what half of the heap has room for
   bool packing_is_captured_ = false;
   bool has_ended_ = false;
 };
@@ -83,6 +84,7 @@ struct DeviceBlock::Impl {
   size_t n_bytes;
   std::vector<cuda::Stream> streams;
   uint64_t fork_generation;
+  bool is_held = false;
 };
 
 }  // namespace pycomm

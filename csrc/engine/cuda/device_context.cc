@@ -1,18 +1,16 @@
 #include "engine/cuda/device_context.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <map>
 
-#include "transport/cuda/peer_memory.h"
+#include "transport/cuda/device_memory.h"
 #include "transport/cuda/runtime.h"
 
 namespace pycomm::cuda {
 
 namespace {
 std::mutex all_mutex;
-std::atomic<void (*)()> free_cached{nullptr};
 std::map<int, std::weak_ptr<DeviceContext>>& all_contexts() {
   static auto* const all = new std::map<int, std::weak_ptr<DeviceContext>>;
   return *all;
@@ -46,24 +44,12 @@ DeviceContext::~DeviceContext() {
   for (void* const p : blocks_) (void)cudaFree(p);
 }
 
-void DeviceContext::set_free_cached(void (*free)()) { free_cached.store(free); }
-
 Status DeviceContext::scratch(size_t n_bytes, std::byte** p) {
   if (n_bytes > n_scratch_bytes_) {
-    size_t got = std::max({n_bytes, n_scratch_bytes_ / 4 * 5, size_t{1} << 20});
+    const size_t wanted = std::max({n_bytes, n_scratch_bytes_ / 4 * 5, size_t{1} << 20});
+    size_t got = 0;
     void* block = nullptr;
-    cudaError_t error = cudaMalloc(&block, got);
-    if (error == cudaErrorMemoryAllocation) {
-      (void)cudaGetLastError();
-      PeerMemory::free_retired(device_);
-      if (void (*const free)() = free_cached.load()) free();
-      error = cudaMalloc(&block, got = n_bytes);
-      if (error == cudaErrorMemoryAllocation) (void)cudaGetLastError();
-    }
-    PYCOMM_RETURN_IF_ERROR(cuda_status(
-        error,
-        format("cudaMalloc of %zu bytes of scratch on CUDA device %d, beside what torch and others use", got,
-               device_)));
+    PYCOMM_RETURN_IF_ERROR(device_malloc(device_, wanted, n_bytes, "scratch", &block, &got));
     blocks_.push_back(block);
     n_scratch_bytes_ = got;
   }

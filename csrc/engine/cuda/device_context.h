@@ -36,7 +36,6 @@ class DeviceContext {
   DeviceStreams& streams() { return *streams_; }
   std::mutex& issuing() { return issuing_; }
   Status scratch(size_t n_bytes, std::byte** p);  // aligned to 256; kSystem: no memory, nothing has changed
-  static void set_free_cached(void (*free_cached)());
   bool has_scratch(size_t n_bytes) const { return n_bytes <= n_scratch_bytes_; }
 
   Status take_event(Event* out);

@@ -292,8 +292,13 @@ Status DeviceEngine::failure() const {
 Status DeviceEngine::allocate(size_t n_bytes, void* stream, CallerHooks* hooks,
                               std::unique_ptr<DeviceBlock>* out) {
   if (impl_->arena == nullptr) return Status::error(Code::kSystem, impl_->why_no_peers);
-  return impl_->arena->allocate(n_bytes, static_cast<cuda::Stream>(stream), hooks, out)
-      .within("memory on CUDA (PYCOMM_DEVICE_ARENA says how many bytes each rank has)");
+  PYCOMM_RETURN_IF_ERROR(
+      impl_->arena->allocate(n_bytes, static_cast<cuda::Stream>(stream), hooks, out)
+          .within("memory on CUDA (PYCOMM_DEVICE_ARENA says how many bytes each rank has)"));
+  // It may have been a call's that has just given up, and is not in quarantine yet: a late peer writes there.
+  Status s = failure();
+  if (!s.ok()) out->reset();
+  return s;
 }
 
 std::string DeviceEngine::describe() const {

@@ -11,6 +11,7 @@
 #include "engine/cuda/device_coded.h"
 #include "engine/cuda/rounds_binding.h"
 #include "schedule/catalog.h"
+#include "transport/cuda/device_memory.h"
 
 namespace pycomm {
 
@@ -291,9 +292,7 @@ Status DeviceEngine::Impl::mark_end(bool is_captured, bool is_whole, const Call&
   return Status();
 }
 
-void DeviceEngine::set_free_cached(void (*free_cached)()) {
-  cuda::DeviceContext::set_free_cached(free_cached);
-}
+void DeviceEngine::set_free_cached(void (*free_cached)()) { pycomm::set_free_cached(free_cached); }
 
 Status DeviceEngine::reserve(const DeviceTables& tables, Call* call) {
   Impl& d = *impl_;

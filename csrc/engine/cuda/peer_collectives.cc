@@ -164,10 +164,8 @@ Status PeerCollectives::allocate_words() {
 
 PeerCollectives::~PeerCollectives() {
   end_watch();
-  if (words_ == nullptr) return;
-  const DeviceGuard guard(memory_->device());
-  if (is_idle())
-    (void)cudaFreeHost(words_);  // else a kernel still writes to them: kept until the process ends
+  // Not idle: a kernel still writes to them, and they are kept until the process ends.
+  if (words_ != nullptr && is_idle()) memory_->free_with(words_);
 }
 
 // ---- a message in tiles

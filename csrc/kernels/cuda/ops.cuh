@@ -185,8 +185,13 @@ struct Bitwise : Op<F, true> {
       case ReduceOp::kProduct:
       case ReduceOp::kMin: return use(BitAnd());
       case ReduceOp::kBxor: return use(BitXor());
-      default: return use(BitOr());
+      case ReduceOp::kBor:
+      case ReduceOp::kSum:
+      case ReduceOp::kMax:
+      case ReduceOp::kAvg:
+      case ReduceOp::kPremulSum: break;
     }
+    use(BitOr());
   }
 };
 

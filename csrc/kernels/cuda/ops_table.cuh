@@ -4,7 +4,7 @@
 // launches the kernel): `Maker::template make<O>(n_lanes)`, where n_lanes is how many elements of the Op's
 // format make one of the dtype (a complex number is two floats, four bytes are an int32 for bitwise
 // operations). OpTable<Maker>::find gives Entry{} where the operation is not defined. Instantiates Maker for
-// some 25 Ops: include it in one .cu per kernel.
+// some 30 Ops: include it in one .cu per kernel.
 #pragma once
 
 #include <type_traits>

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "transport/cuda/device_memory.h"
 #include "transport/cuda/runtime.h"
 
 namespace pycomm {
@@ -119,7 +120,8 @@ Status PeerMemory::make(Offer* offer) {
   n_bytes_ = round_up(std::max<size_t>(reserved + options_.n_heap_bytes, 1), kGranularity);
   *offer = {process_token(), 0, n_bytes_, 0, {}, {}};
   void* p = nullptr;
-  PYCOMM_RETURN_IF_ERROR(cuda_status(cudaMalloc(&p, n_bytes_), format("cudaMalloc of %zu bytes", n_bytes_)));
+  size_t got = 0;
+  PYCOMM_RETURN_IF_ERROR(device_malloc(device(), n_bytes_, n_bytes_, "memory of peers", &p, &got));
   peers_[static_cast<size_t>(rank())].base = static_cast<char*>(p);
   if (reserved < n_bytes_) free_[reserved] = n_bytes_ - reserved;
   offer->pointer = reinterpret_cast<uintptr_t>(p);

@@ -17,9 +17,10 @@
 // In the next create on that device, which calls cudaMalloc anyway, the rank *lets go* of what it has
 // retired: it closes its peers' handles, and tells each peer so by a word in that peer's arena on the host
 // (of the Node, which stays until then). Then the ranks meet, and each frees what every peer has let go of,
-// or has died with, and where no block is in use. So what waits to be freed never comes from more
-// communicators than were open at one time. A rank whose kernels may still run, or will in a graph, never
-// lets go.
+// or has died with, and where no block is in use. So of communicators of the same ranks, one after another,
+// two wait to be freed at most; ranks that make no other one keep what they, and their peers, have. A rank
+// whose kernels may still run, or will in a graph, never lets go, nor does one that a failure kept from
+// hearing of its peers' memory.
 //
 // Thread-safe, except create.
 #pragma once
@@ -84,6 +85,8 @@ class PeerMemory {
   // What is on the device does not end, and so would nothing that waits for it: all memory of this process
   // there stays, and what it has mapped.
   static void abandon(int device);
+  // Pinned memory of its user's, to be freed with this: freeing it may wait for the device, too.
+  void free_with(void* pinned) { pinned_ = pinned; }
   // Nothing but the blocks in use is needed any more, and this rank's kernels have ended, or it was kept or
   // its device abandoned.
   static void retire(std::shared_ptr<PeerMemory> memory);
@@ -120,6 +123,7 @@ class PeerMemory {
   bool is_told_ = false;           // peers may know of this memory
   LetGo* peers_let_go_ = nullptr;  // in this rank's arena
   uint64_t peers_let_go_offset_ = 0;
+  void* pinned_ = nullptr;
   std::atomic<bool> kept_{false};
 
   mutable std::mutex mutex_;         // of all below

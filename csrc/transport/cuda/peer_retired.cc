@@ -107,6 +107,7 @@ bool PeerMemory::free_memory() {
   }
   const DeviceGuard guard(device());
   if (!guard.status().ok() || !cuda_status(cudaFree(base(rank())), "cudaFree").ok()) return false;
+  if (pinned_ != nullptr) (void)cudaFreeHost(pinned_);
   if (peers_let_go_ != nullptr) options_.node->arena()->release(peers_let_go_offset_);
   return true;
 }

@@ -114,7 +114,7 @@ class Bystander {
   std::unique_ptr<DeviceBlock> block_;
 };
 
-// Nothing is packed into scratch, so all of it lies where peers reach it, and is not staged.
+// Nothing is packed into scratch: all of it lies where peers reach it.
 TEST(DevicePacking, ListsHaveTheSameBitsWhereverTheyArePacked) {
   for (const char* bytes : {"1048576", "0"}) {
     const ScopedEnv arena("PYCOMM_DEVICE_ARENA", bytes);
