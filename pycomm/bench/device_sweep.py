@@ -25,6 +25,7 @@ from pycomm.bench.options import Options
 from pycomm.bench.report import Report, Row
 from pycomm.bench.sweep import first_case, machine, measurement, sweep
 from pycomm.bench.timing import Case, Gate
+from pycomm.errors import CommError
 
 __all__ = ["run"]
 
@@ -77,14 +78,32 @@ class _DeviceSweep:
         options = self.options
         ours: list[Library] = []
         for kind in options.buffers:
-            memory = self._ordinary
-            if kind == "arena":
-                where = f"cuda:{self.control.rank}" if devices.is_emulated() else self.device
-                memory = Pycomm.arena(self.comm, self._n_bytes, where)
-            ours.append(Pycomm(self.comm, memory, None))
+            memory = self._arena() if kind == "arena" else self._ordinary
+            if memory is not None:
+                ours.append(Pycomm(self.comm, memory, None))
         if (name := options.beside()) is not None:
             ours.append(Pycomm(self.comm, self._ordinary, options.algorithm, name))
         return ours
+
+    def _arena(self) -> Memory | None:
+        """Memory that peers reach; None, and a note of the report, where some rank has none.
+
+        Raises:
+            CommError: nothing else was asked for.
+        """
+        memory, problem = None, ""
+        where = f"cuda:{self.control.rank}" if devices.is_emulated() else self.device
+        try:
+            memory = Pycomm.arena(self.comm, self._n_bytes, where)
+        except CommError as error:
+            if self.options.buffers == ("arena",):
+                raise
+            problem = str(error)
+        [n_failed] = self.control.sum([int(bool(problem))])
+        if n_failed == 0:
+            return memory
+        self.report.notes.append(f"no arena: {problem or f'failed on {n_failed} ranks'}")
+        return None
 
     def _peers(self) -> list[Library]:
         peers: list[Library] = []

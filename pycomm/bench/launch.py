@@ -20,6 +20,7 @@ from pycomm import devices
 from pycomm.bench.control import STORE_VARIABLE, launched_by
 from pycomm.bench.options import Options
 from pycomm.bench.report import Report
+from pycomm.children import child_environment
 
 __all__ = ["launch"]
 
@@ -108,7 +109,7 @@ def _run(options: Options, run_dir: Path, quiet: bool) -> None:
                         name,
                         subprocess.Popen(
                             command,
-                            env={**os.environ, **extra},
+                            env={**child_environment(), **extra},
                             stdin=subprocess.DEVNULL,
                             stdout=subprocess.DEVNULL if quiet else None,
                             stderr=log,

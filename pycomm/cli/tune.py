@@ -18,6 +18,7 @@ import typer
 from rich.table import Table
 
 from pycomm import cache_files
+from pycomm.children import child_environment
 from pycomm.cli import selection, units
 from pycomm.cli.output import bad_argument, console, print_json
 
@@ -46,6 +47,7 @@ def tune(
     on_cuda = device == "cuda"
     if on_cuda and not show:
         _need_devices()
+    asked = ranks
     if ranks is None:
         ranks = max(2, _n_devices()) if on_cuda and not show else 2
     if ranks < 1:
@@ -61,7 +63,7 @@ def tune(
     if not show:
         _run_ranks(ranks, seconds, on_cuda)
     if on_cuda:
-        _print_cuda(ranks, as_json)
+        _print_cuda(asked if show else ranks, as_json)
     else:
         _print_cached(ranks, as_json)
 
@@ -112,7 +114,7 @@ def _run_ranks(ranks: int, seconds: float, on_cuda: bool) -> None:
         processes = []
         for rank in range(ranks):
             environment = {
-                **os.environ,
+                **child_environment(),
                 "RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
                 "LOCAL_RANK": str(rank),
@@ -163,12 +165,14 @@ def _print_cached(ranks: int, as_json: bool) -> None:
     _print_table(ranks, table, str(path), as_json)
 
 
-def _print_cuda(ranks: int, as_json: bool) -> None:
+def _print_cuda(ranks: int | None, as_json: bool) -> None:
+    """The newest table of so many ranks, or of any number."""
     found = selection.kept(ranks)
     if not found:
+        of_ranks, option = ("", "") if ranks is None else (f" of {ranks} ranks", f" --ranks {ranks}")
         typer.echo(
-            f"pycomm: no selection table for CUDA tensors of {ranks} ranks in {cache_files.folder()}: "
-            f"run pycomm tune --device cuda --ranks {ranks}",
+            f"pycomm: no selection table for CUDA tensors{of_ranks} in {cache_files.folder()}: "
+            f"run pycomm tune --device cuda{option}",
             err=True,
         )
         raise typer.Exit(1)

@@ -57,6 +57,20 @@ def test_every_collective_runs_and_is_right(collective: str) -> None:
 
 @emulated
 @pytest.mark.timeout(200)
+def test_where_devices_do_not_reach_each_other_the_arena_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_ON_CPU_PEER_ACCESS", "0")
+    options = Options(
+        "all_reduce", ranks=2, device="cuda", min_bytes=64, max_bytes=64, n_iters=2, max_seconds=1.0
+    )
+    report = launch(options, quiet=True)
+    assert report is not None and report.n_wrong() == 0
+    assert {m.buffer for row in report.rows for m in row.measurements} == {"ordinary"}
+    [note] = report.notes
+    assert "no arena: " in note and "no NVLink or PCIe path" in note
+
+
+@emulated
+@pytest.mark.timeout(200)
 def test_the_command_prints_the_table_and_writes_json_and_a_picture(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
