@@ -234,14 +234,17 @@ void Operation::run() {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   const int number = core_->n_operations++;
-  for (const Call& c : calls_) plan(c);
-  if (number == core_->faults.error_at) {
-    core_->fail(nccl::kRemoteError, "planted by LOOPBACK_NCCL_FAULT");
-    stall();
-  } else if (number == core_->faults.stall_at) {
-    stall();
-  } else {
-    progress();
+  // Not when it was launched after an abort, since there was no room on the stream: its tensors may be gone.
+  if (!core_->aborted) {
+    for (const Call& c : calls_) plan(c);
+    if (number == core_->faults.error_at) {
+      core_->fail(nccl::kRemoteError, "planted by LOOPBACK_NCCL_FAULT");
+      stall();
+    } else if (number == core_->faults.stall_at) {
+      stall();
+    } else {
+      progress();
+    }
   }
   if (!core_->aborted) {
     for (const auto& ending : endings_) ending();
