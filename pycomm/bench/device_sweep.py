@@ -96,7 +96,7 @@ class _DeviceSweep:
         try:
             memory = Pycomm.arena(self.comm, self._n_bytes, where)
         except CommError as error:
-            if self.options.buffers == ("arena",):
+            if self.options.buffers == ("arena",) or not self.comm.device_description:  # a rank has no device
                 raise
             problem = str(error)
         [n_failed] = self.control.sum([int(bool(problem))])
