@@ -28,10 +28,11 @@ void expect_close_in_time(DeviceRank& self) {
 void close_while_abort_hangs() {
   const ScopedEnv fault("LOOPBACK_NCCL_FAULT", "stall=1:1,abort_hangs=1");
   const ScopedEnv old("LOOPBACK_NCCL_VERSION", "22703");  // it has no ncclCommRevoke
+  static OnStream* tensors[2];                            // for good: the operation may write them
   run_device_ranks(
       2,
       [](DeviceRank& self) {
-        auto* const t = new OnStream(self.stream, Bytes(400));  // for good: the operation may write it
+        OnStream* const t = tensors[self.rank] = new OnStream(self.stream, Bytes(400));
         PYCOMM_ASSERT_OK(sum(self, *t, "nccl"));
         PYCOMM_ASSERT_OK(sum(self, *t, "nccl"));
         const Status s = until_failure(self);
