@@ -43,13 +43,13 @@ class Blocks : public testing::TestWithParam<DType> {
     std::fill(message.begin() + static_cast<ptrdiff_t>(cuda::coded_begin(n)), message.end(), uint8_t{0});
     Floats maxima(n_blocks(n));
     block_maxima(x->data(), n, maxima.data());
-    std::memcpy(message.data(), maxima.data(), maxima.size() * 4);
+    std::copy_n(reinterpret_cast<const uint8_t*>(maxima.data()), maxima.size() * 4, message.begin());
     quantize(code_, message.data() + cuda::coded_begin(n), x->data(), n, maxima.data(), true);
     return message;
   }
   Floats decoded(const Bytes& message, size_t n) const {
     Floats out(n), maxima(n_blocks(n));
-    std::memcpy(maxima.data(), message.data(), maxima.size() * 4);
+    std::copy_n(message.begin(), maxima.size() * 4, reinterpret_cast<uint8_t*>(maxima.data()));
     dequantize(code_, out.data(), message.data() + cuda::coded_begin(n), n, maxima.data());
     return out;
   }
