@@ -221,7 +221,11 @@ Status DeviceEngine::Impl::can_be_captured(const Call& call) {
   Room room;
   PYCOMM_RETURN_IF_ERROR(find_room(call, false, &room));
   if (!context->has_scratch(room.scratch())) return refuse("it needs more scratch memory");
-  if (!is_rounds(call.sig.algorithm) || link.n_ranks == 1) return Status();
+  if (link.n_ranks == 1) return Status();
+  if (call.sig.kind == CallKind::kAllToAll) {
+    return cuda::check_all_to_all_exchanges(comm, call.send_counts, call.recv_counts);
+  }
+  if (!is_rounds(call.sig.algorithm)) return Status();
   const bool same =
       in_place(call, {call.in.data(), call.out.data()}) && catalog()[call.sig.algorithm].in_place;
   const cuda::RoundPlan* plan = nullptr;

@@ -228,10 +228,12 @@ Status issue_all_to_all(nccl::NcclComm& comm, Stream stream, const void* in,
     if (n_out > 0) {
       PYCOMM_RETURN_IF_ERROR(
           comm.in_group(api.send(from, n_out, nccl::kUInt8, peer, comm.raw(), stream), "ncclSend"));
+      comm.note_exchange(peer, true);
     }
     if (n_in > 0) {
       PYCOMM_RETURN_IF_ERROR(
           comm.in_group(api.recv(to, n_in, nccl::kUInt8, peer, comm.raw(), stream), "ncclRecv"));
+      comm.note_exchange(peer, false);
     }
     from += n_out;
     to += n_in;
@@ -286,6 +288,16 @@ Status run_native(nccl::NcclComm& comm, Stream stream, const NativeCall& call,
   if (call.count == 0) return Status();
   const std::string what = format("%s/nccl", collective_name(call.collective));
   return capturable(what.c_str(), stream, [&] { return issue_native(comm, stream, call, patience); });
+}
+
+Status check_all_to_all_exchanges(const nccl::NcclComm& comm, std::span<const uint64_t> send_counts,
+                                  std::span<const uint64_t> recv_counts) {
+  for (int q = 0; q < comm.n_ranks(); q++) {
+    const auto i = static_cast<size_t>(q);
+    if (send_counts[i] > 0) PYCOMM_RETURN_IF_ERROR(comm.check_exchange("all_to_all", q, true));
+    if (recv_counts[i] > 0) PYCOMM_RETURN_IF_ERROR(comm.check_exchange("all_to_all", q, false));
+  }
+  return Status();
 }
 
 Status run_all_to_all(nccl::NcclComm& comm, Stream stream, const void* in,

@@ -45,5 +45,8 @@ Status run_native(nccl::NcclComm& comm, Stream stream, const NativeCall& call,
 Status run_all_to_all(nccl::NcclComm& comm, Stream stream, const void* in,
                       std::span<const uint64_t> send_counts, void* out, std::span<const uint64_t> recv_counts,
                       size_t elem_size, const nccl::Patience& patience);
+// Before a capture: messages between the same ranks have been exchanged (NcclComm::check_exchange).
+Status check_all_to_all_exchanges(const nccl::NcclComm& comm, std::span<const uint64_t> send_counts,
+                                  std::span<const uint64_t> recv_counts);
 
 }  // namespace pycomm::cuda

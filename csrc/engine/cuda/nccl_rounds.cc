@@ -350,15 +350,8 @@ Status NcclRounds::scratch_bytes(const RoundsCall& call, size_t* out) const {
 
 Status NcclRounds::check_connections(const RoundsCall& call, const Cut& cut) const {
   const RoundPlan& plan = *call.plan;
-  const auto check = [&](int peer, bool sent) {
-    if (comm_.has_exchanged(peer, sent)) return Status();
-    return Status::error(
-        Code::kValue,
-        format("%s/%s over NCCL cannot be captured: rank %d has not %s rank %d yet, and NCCL connects at the "
-               "first message; make the same call once before the capture, on all ranks",
-               collective_name(plan.collective), plan.algorithm, comm_.rank(),
-               sent ? "sent to" : "received from", peer));
-  };
+  const auto check = [&, what = format("%s/%s", collective_name(plan.collective), plan.algorithm)](
+                         int peer, bool sent) { return comm_.check_exchange(what, peer, sent); };
   for (const PlanRound& round : plan.rounds) {
     for (const Outgoing& s : round.sends) {
       if (cut.len(plan.part[s.chunk]) > 0) PYCOMM_RETURN_IF_ERROR(check(s.peer, true));

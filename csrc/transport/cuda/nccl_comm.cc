@@ -208,6 +208,15 @@ Status NcclComm::settle(Result result, const char* what, const Patience& patienc
   return result == kSuccess ? Status() : failure(result, what);
 }
 
+Status NcclComm::check_exchange(const std::string& what, int peer, bool sent) const {
+  if (exchanged_.contains({peer, sent})) return Status();
+  return Status::error(
+      Code::kValue,
+      format("%s over NCCL cannot be captured: rank %d has not %s rank %d yet, and NCCL connects "
+             "at the first message; make the same call once before the capture, on all ranks",
+             what.c_str(), rank_, sent ? "sent to" : "received from", peer));
+}
+
 Status NcclComm::async_error() {
   Result error = kSuccess;
   const Result asked = api().comm_get_async_error(comm_, &error);

@@ -70,7 +70,8 @@ class NcclComm {
 
   // Peers with which messages have been exchanged. NCCL makes a connection for the first one, which the
   // capture of a CUDA graph may forbid. Noted by who issues sends and receives.
-  bool has_exchanged(int peer, bool sent) const { return exchanged_.contains({peer, sent}); }
+  // check_exchange: kValue, with the remedy, when there was none.
+  Status check_exchange(const std::string& what, int peer, bool sent) const;
   void note_exchange(int peer, bool sent) { exchanged_.insert({peer, sent}); }
 
   bool valid() const { return raw() != nullptr; }

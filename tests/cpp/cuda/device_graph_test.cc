@@ -60,26 +60,59 @@ TEST(DeviceGraph, ReplayedBetweenOtherCalls) {
 }
 
 // What a first call makes is made before; the refusal is the same on all ranks, and harms nothing.
+// What `call` says while the rank's stream is captured; what was captured is let go.
+Status captured(const DeviceRank& self, const std::function<Status()>& call) {
+  cudaGraph_t graph = nullptr;
+  EXPECT_EQ(cudaStreamSynchronize(self.stream), cudaSuccess);
+  EXPECT_EQ(cudaStreamBeginCapture(self.stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  Status s = call();
+  EXPECT_EQ(cudaStreamEndCapture(self.stream, &graph), cudaSuccess);
+  if (graph != nullptr) {
+    EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
+  }
+  return s;
+}
+
+void expect_refused(const Status& s, const char* why) {
+  EXPECT_EQ(s.code(), Code::kValue);
+  EXPECT_NE(s.message().find(why), std::string::npos) << s.message();
+}
+
 TEST(DeviceGraph, WhatCannotBeCaptured) {
   run_device_ranks(2, [](DeviceRank& self) {
     OnStream t(self.stream, filled(1));
     const auto refused = [&](const char* way, const char* why) {
-      cudaGraph_t graph = nullptr;
-      ASSERT_CUDA(cudaStreamSynchronize(self.stream));
-      ASSERT_CUDA(cudaStreamBeginCapture(self.stream, cudaStreamCaptureModeThreadLocal));
-      const Status s = sum(self, t, way);
-      EXPECT_EQ(s.code(), Code::kValue);
-      EXPECT_NE(s.message().find(why), std::string::npos) << s.message();
-      ASSERT_CUDA(cudaStreamEndCapture(self.stream, &graph));
-      if (graph != nullptr) {
-        ASSERT_CUDA(cudaGraphDestroy(graph));
-      }
+      expect_refused(captured(self, [&] { return sum(self, t, way); }), why);
     };
     refused("peer", "the first call of a communicator on CUDA");
     PYCOMM_ASSERT_OK(sum(self, t, "peer"));
     refused("nccl", "its NCCL communicator is not there yet");
     PYCOMM_ASSERT_OK(sum(self, t, "nccl"));
     expect_filled(t, 4, "after all");
+  });
+}
+
+// Each rank sends to one other: that it has exchanged messages with the third is not enough.
+TEST(DeviceGraph, AnAllToAllIsRefusedUntilItsRanksHaveMet) {
+  run_device_ranks(3, [](DeviceRank& self) {
+    OnStream in(self.stream, filled(static_cast<float>(self.rank))), out(self.stream, filled(-1));
+    const auto exchange = [&](int to, int from) {
+      Request r = self.request(CallKind::kAllToAll, DType::kFloat32, ReduceOp::kSum, 0);
+      r.send_counts.assign(3, 0), r.recv_counts.assign(3, 0);
+      r.send_counts[static_cast<size_t>(to)] = r.recv_counts[static_cast<size_t>(from)] = kElems;
+      r.call.in = Buffer(in.data(), kElems), r.call.out = Buffer(out.data(), kElems);
+      return self.call(&r, "");
+    };
+    const int right = (self.rank + 1) % 3, left = (self.rank + 2) % 3;
+    const auto refused = [&](int to, int from) {
+      expect_refused(captured(self, [&] { return exchange(to, from); }),
+                     "all_to_all over NCCL cannot be captured: rank 0 has not received from rank 1");
+    };
+    PYCOMM_ASSERT_OK(exchange(right, left));
+    refused(left, right);
+    PYCOMM_ASSERT_OK(exchange(left, right));
+    PYCOMM_ASSERT_OK(captured(self, [&] { return exchange(left, right); }));
+    expect_filled(out, static_cast<float>(right), "by the call before");
   });
 }
 

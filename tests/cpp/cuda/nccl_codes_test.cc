@@ -3,6 +3,8 @@
 // encoded once more.
 #include <gtest/gtest.h>
 
+#include <span>
+
 #include "cuda/nccl_worker.h"
 #include "kernels/blocks.h"
 
@@ -174,46 +176,47 @@ Status run_setting(NcclRank& me, cuda::DeviceStreams& streams, const Setting& x,
   return Status();
 }
 
-void all_are_what_the_cpu_says(std::initializer_list<Setting> settings,
+Status run_settings(NcclRank& me, std::span<const Setting> settings) {
+  std::unique_ptr<cuda::DeviceStreams> streams;
+  PYCOMM_RETURN_IF_ERROR(cuda::DeviceStreams::make(me.comm.device(), &streams));
+  Status wrong;
+  for (const Setting& x : settings) PYCOMM_RETURN_IF_ERROR(run_setting(me, *streams, x, &wrong));
+  return wrong;
+}
+
+void all_are_what_the_cpu_says(std::span<const Setting> settings,
                                std::initializer_list<int> n_ranks = {1, 2, 3, 5, 8}) {
   for (const int n : n_ranks) {
-    run_nccl_ranks(n, [settings](NcclRank& me) -> Status {
-      std::unique_ptr<cuda::DeviceStreams> streams;
-      PYCOMM_RETURN_IF_ERROR(cuda::DeviceStreams::make(me.rank, &streams));
-      Status wrong;
-      for (const Setting& x : settings) PYCOMM_RETURN_IF_ERROR(run_setting(me, *streams, x, &wrong));
-      return wrong;
-    });
+    run_nccl_ranks(n, [settings](NcclRank& me) { return run_settings(me, settings); });
   }
 }
 
-TEST(NcclCodes, AllReduceIsWhatTheCpuSays) {
-  constexpr Collective kCollective = Collective::kAllReduce;
-  all_are_what_the_cpu_says(
-      {{kCollective, DType::kInt8, ReduceOp::kAvg, 2000, 512, true, true},
-       {kCollective, DType::kInt8, ReduceOp::kSum, 1999, 256, false, false},
-       {kCollective, DType::kFloat8E4M3, ReduceOp::kAvg, 777, 4096, false, true},
-       {kCollective, DType::kFloat16, ReduceOp::kSum, 3, 64, true, false},
-       {kCollective, DType::kBFloat16, ReduceOp::kAvg, 601, 128, true, true},
-       {kCollective, DType::kInt8, ReduceOp::kPremulSum, 900, 512, true, true},
-       {kCollective, DType::kInt8, ReduceOp::kSum, 901, 512, true, true, DType::kBFloat16},
-       {kCollective, DType::kFloat8E4M3, ReduceOp::kAvg, 900, 256, false, false, DType::kFloat16},
-       {kCollective, DType::kInt8, ReduceOp::kAvg, 0, 64, false, true}});
-}
+constexpr Collective kAll = Collective::kAllReduce, kScatter = Collective::kReduceScatter,
+                     kReduce = Collective::kReduce;
+const std::vector<Setting> kAllReduces = {
+    {kAll, DType::kInt8, ReduceOp::kAvg, 2000, 512, true, true},
+    {kAll, DType::kInt8, ReduceOp::kSum, 1999, 256, false, false},
+    {kAll, DType::kFloat8E4M3, ReduceOp::kAvg, 777, 4096, false, true},
+    {kAll, DType::kFloat16, ReduceOp::kSum, 3, 64, true, false},
+    {kAll, DType::kBFloat16, ReduceOp::kAvg, 601, 128, true, true},
+    {kAll, DType::kInt8, ReduceOp::kPremulSum, 900, 512, true, true},
+    {kAll, DType::kInt8, ReduceOp::kSum, 901, 512, true, true, DType::kBFloat16},
+    {kAll, DType::kFloat8E4M3, ReduceOp::kAvg, 900, 256, false, false, DType::kFloat16},
+    {kAll, DType::kInt8, ReduceOp::kAvg, 0, 64, false, true}};
+const std::vector<Setting> kOthers = {{kScatter, DType::kInt8, ReduceOp::kAvg, 2000, 512, true, true},
+                                      {kScatter, DType::kFloat8E4M3, ReduceOp::kSum, 777, 64, false, true},
+                                      {kScatter, DType::kFloat16, ReduceOp::kAvg, 17, 4096, false, false},
+                                      {kReduce, DType::kInt8, ReduceOp::kAvg, 2000, 256, true, true},
+                                      {kReduce, DType::kBFloat16, ReduceOp::kSum, 1201, 4096, false, true}};
 
-TEST(NcclCodes, ReduceScatterAndReduceAreWhatTheCpuSays) {
-  constexpr Collective kScatter = Collective::kReduceScatter, kReduce = Collective::kReduce;
-  all_are_what_the_cpu_says({{kScatter, DType::kInt8, ReduceOp::kAvg, 2000, 512, true, true},
-                             {kScatter, DType::kFloat8E4M3, ReduceOp::kSum, 777, 64, false, true},
-                             {kScatter, DType::kFloat16, ReduceOp::kAvg, 17, 4096, false, false},
-                             {kReduce, DType::kInt8, ReduceOp::kAvg, 2000, 256, true, true},
-                             {kReduce, DType::kBFloat16, ReduceOp::kSum, 1201, 4096, false, true}});
-}
+TEST(NcclCodes, AllReduceIsWhatTheCpuSays) { all_are_what_the_cpu_says(kAllReduces); }
+
+TEST(NcclCodes, ReduceScatterAndReduceAreWhatTheCpuSays) { all_are_what_the_cpu_says(kOthers); }
 
 TEST(NcclCodes, ReductionsThatAreCutAreWhatTheCpuSays) {
   all_are_what_the_cpu_says(
-      {{Collective::kAllReduce, DType::kInt8, ReduceOp::kSum, 700, 512, false, true},
-       {Collective::kReduceScatter, DType::kFloat16, ReduceOp::kSum, 700, 512, true, true}},
+      std::vector<Setting>{{kAll, DType::kInt8, ReduceOp::kSum, 700, 512, false, true},
+                           {kScatter, DType::kFloat16, ReduceOp::kSum, 700, 512, true, true}},
       {33});
 }
 
@@ -309,4 +312,10 @@ TEST(NcclCodes, WhatDoesNotGoTogetherIsRefused) {
 }
 
 }  // namespace
+
+Status run_coded_cases(NcclRank& me) {
+  PYCOMM_RETURN_IF_ERROR(run_settings(me, kAllReduces));
+  return run_settings(me, kOthers);
+}
+
 }  // namespace pycomm

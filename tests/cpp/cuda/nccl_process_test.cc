@@ -18,17 +18,9 @@ namespace {
 
 Status run_cases(NcclRank& me) {
   Worker worker(me);
-  for (const char* name : {"direct", "ring", "double_tree", "recursive_doubling", "halving_doubling"}) {
-    for (const DType t : {DType::kFloat32, DType::kFloat16}) {
-      Case c;
-      c.algorithm = find_algorithm(Collective::kAllReduce, name);
-      c.dtype = t;
-      c.counts = {301};
-      c.in_place = t == DType::kFloat16;
-      PYCOMM_RETURN_IF_ERROR(worker.run(c));
-    }
-  }
+  for (const Algorithm& a : catalog()) PYCOMM_RETURN_IF_ERROR(worker.run_algorithm(a));
   PYCOMM_RETURN_IF_ERROR(worker.result());
+  PYCOMM_RETURN_IF_ERROR(run_coded_cases(me));
   return me.comm.finalize(me.patience);
 }
 
@@ -76,7 +68,7 @@ std::vector<int> run_processes(int n, const char* mode) {
 }
 
 TEST(NcclProcesses, ComputeTheSame) {
-  for (const int n : {2, 3, 4})
+  for (const int n : kRanks)
     EXPECT_EQ(run_processes(n, "cases"), std::vector<int>(static_cast<size_t>(n), 0));
 }
 

@@ -10,14 +10,6 @@ namespace {
 using cuda::RoundPlan;
 using cuda::RoundsCall;
 
-// Elements of the parts, or of the vector: uneven, some empty, more than fit the window of tiles.
-std::vector<uint64_t> counts_for(const Algorithm& a, int n, uint64_t size) {
-  if (!has_parts(a.collective)) return {size * static_cast<uint64_t>(n) / 2 + 1};
-  std::vector<uint64_t> counts;
-  for (int r = 0; r < n; r++) counts.push_back(r % 3 == 1 ? 0 : size + static_cast<uint64_t>(r) * 3);
-  return counts;
-}
-
 // Over indices of the catalog.
 class EveryAlgorithm : public testing::TestWithParam<int> {
  protected:
@@ -44,35 +36,11 @@ INSTANTIATE_TEST_SUITE_P(Nccl, EveryReduction,
                          testing::ValuesIn(algorithms_of({Collective::kAllReduce, Collective::kReduceScatter,
                                                           Collective::kReduce})),
                          name_of);
-#if defined(__SANITIZE_THREAD__)
-const std::vector<int> kRanks = {2, 3};  // under that sanitizer a kernel takes tens of milliseconds
-const std::vector<uint64_t> kSizes = {40};
-#else
-const std::vector<int> kRanks = {1, 2, 3, 4, 5, 6, 7, 8};
-const std::vector<uint64_t> kSizes = {0, 1, 5, 64, 233};
-#endif
-
 TEST_P(EveryAlgorithm, ComputesWhatTheCpuComputes) {
   for (const int n : kRanks) {
     run_nccl_ranks(n, [&](NcclRank& me) -> Status {
       Worker worker(me);
-      int i = 0;
-      for (const uint64_t size : kSizes) {
-        for (const bool in_place : {false, true}) {
-          if (in_place && !algorithm().in_place) continue;
-          Case c;
-          c.algorithm = &algorithm();
-          c.root = i % n;
-          c.dtype = std::array{DType::kFloat32, DType::kBFloat16, DType::kInt64}[static_cast<size_t>(i % 3)];
-          c.op = i % 5 == 4 && c.dtype != DType::kInt64 ? ReduceOp::kAvg : ReduceOp::kSum;
-          c.counts = counts_for(algorithm(), n, size);
-          c.in_place = in_place;
-          c.off = i % 2 == 0 ? 0 : dtype_size(c.dtype);
-          c.slice_bytes = i % 4 == 3 ? 4096 : 64;
-          PYCOMM_RETURN_IF_ERROR(worker.run(c));
-          i++;
-        }
-      }
+      PYCOMM_RETURN_IF_ERROR(worker.run_algorithm(algorithm()));
       return worker.result();
     });
   }

@@ -14,6 +14,22 @@
 
 namespace pycomm {
 
+#if defined(__SANITIZE_THREAD__)
+const std::vector<int> kRanks = {2, 3};  // under that sanitizer a kernel takes tens of milliseconds
+const std::vector<uint64_t> kSizes = {40};
+#else
+const std::vector<int> kRanks = {1, 2, 3, 4, 5, 6, 7, 8};
+const std::vector<uint64_t> kSizes = {0, 1, 5, 64, 233};
+#endif
+
+// Elements of the parts, or of the vector: uneven, some empty, more than fit the window of tiles.
+inline std::vector<uint64_t> counts_for(const Algorithm& a, int n, uint64_t size) {
+  if (!has_parts(a.collective)) return {size * static_cast<uint64_t>(n) / 2 + 1};
+  std::vector<uint64_t> counts;
+  for (int r = 0; r < n; r++) counts.push_back(r % 3 == 1 ? 0 : size + static_cast<uint64_t>(r) * 3);
+  return counts;
+}
+
 struct Case {
   const Algorithm* algorithm = nullptr;
   int root = 0;
@@ -47,12 +63,16 @@ struct Worker {
   // An error when the case could not be run. A wrong result is kept for result(), so that no rank leaves its
   // peers.
   Status run(const Case& c);
+  // kSizes, in place and not, with a dtype, operation, root, slice and alignment each.
+  Status run_algorithm(const Algorithm& algorithm);
   Status result() { return std::move(wrong_); }
 
  private:
   Status wrong_;
   Status compare(const Case& c, const Numbers& x, const void* in, const void* out);
 };
+
+Status run_coded_cases(NcclRank& me);  // nccl_codes_test.cc's, of all_reduce, reduce_scatter and reduce
 
 inline Status wrong(const Case& c, int n, const std::string& what) {
   return Status::error(Code::kSystem, c.text(n) + ": " + what);
@@ -111,6 +131,27 @@ inline Status Worker::run(const Case& c) {
   }
   Status s = compare(c, x, in, out);
   if (wrong_.ok()) wrong_ = std::move(s);
+  return Status();
+}
+
+inline Status Worker::run_algorithm(const Algorithm& algorithm) {
+  int i = 0;
+  for (const uint64_t size : kSizes) {
+    for (const bool in_place : {false, true}) {
+      if (in_place && !algorithm.in_place) continue;
+      Case c;
+      c.algorithm = &algorithm;
+      c.root = i % me.n;
+      c.dtype = std::array{DType::kFloat32, DType::kBFloat16, DType::kInt64}[static_cast<size_t>(i % 3)];
+      c.op = i % 5 == 4 && c.dtype != DType::kInt64 ? ReduceOp::kAvg : ReduceOp::kSum;
+      c.counts = counts_for(algorithm, me.n, size);
+      c.in_place = in_place;
+      c.off = i % 2 == 0 ? 0 : dtype_size(c.dtype);
+      c.slice_bytes = i % 4 == 3 ? 4096 : 64;
+      PYCOMM_RETURN_IF_ERROR(run(c));
+      i++;
+    }
+  }
   return Status();
 }
 
