@@ -2,7 +2,8 @@
 //
 // prepare() is applied to every source, combine() at every node of the tree (left operand first), finish()
 // once to the root, before rounding to the element type. kHot operations get more unrolled variants (more
-// code): those that training uses. Unsigned lanes serve signed sums and products, so that overflow wraps.
+// code): those that training uses, on CPUs since 2013. Unsigned lanes serve signed sums and products, so that
+// overflow wraps.
 #pragma once
 
 #include "kernels/convert.h"
@@ -17,6 +18,13 @@ template <>
 constexpr bool is_float<float> = true;
 template <>
 constexpr bool is_float<double> = true;
+
+// x86-64 without AVX2 is from before 2013: its kernels take half the time to compile without the variants.
+#if defined(__x86_64__)
+constexpr bool kHotIsa = kVecBytes > 16;
+#else
+constexpr bool kHotIsa = true;
+#endif
 
 template <class Format>
 constexpr bool kHotFormat = false;
@@ -40,7 +48,7 @@ struct OpBase {
   using Format = F;
   using V = typename F::V;
   using P = Param<typename F::Acc>;
-  static constexpr bool kHot = kIsHot && kHotFormat<F>;
+  static constexpr bool kHot = kIsHot && kHotFormat<F> && kHotIsa;
   static constexpr int kMaxDirect = kHot ? 8 : 4;
   static P param(double scalar) { return {static_cast<typename F::Acc>(scalar), false}; }
   static PYCOMM_INLINE V prepare(V v, P) { return v; }

@@ -311,6 +311,7 @@ PYCOMM_DEVICE V tree_of(int n, const Load& load, const Combine& combine) {
   V stack[kLevels]{};
   V v{};
   int next = 0;
+  PYCOMM_NO_UNROLL
   for (int leaf = 0; leaf < p; ++leaf) {
     v = load(next++);
     if (leaf < n - p) v = combine(v, load(next++));

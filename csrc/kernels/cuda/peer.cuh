@@ -205,10 +205,8 @@ PYCOMM_DEVICE Pack load_anywhere(const char* p) {
   if (aligned_to(p, 2)) return load_pieces<uint16_t>(p);
   return load_pieces<uint8_t>(p);
 }
-// Few instructions for what is rare: they are in every kernel of peer_reduce.cu, several times.
-PYCOMM_DEVICE void store_anywhere(char* p, const Pack& pack) {
-  if (aligned_to(p, 16)) return store_pack(p, pack);
-  Pack rest = pack;
+// Called, since it is rare: every kernel of peer_reduce.cu has several.
+PYCOMM_DEVICE_CALL void store_misaligned(char* p, Pack rest) {
   PYCOMM_NO_UNROLL
   for (int i = 0; i < 4; ++i, p += 4) {
     const uint32_t word = rest.word[0];  // not word[i], for which it would have to lie in memory
@@ -224,6 +222,10 @@ PYCOMM_DEVICE void store_anywhere(char* p, const Pack& pack) {
     }
   }
 }
+PYCOMM_DEVICE void store_anywhere(char* p, const Pack& pack) {
+  if (aligned_to(p, 16)) return store_pack(p, pack);
+  store_misaligned(p, pack);
+}
 
 // This block's part of a copy; write(at, pack) stores 16 bytes at that offset, write_byte(at, byte) one.
 template <class Write, class WriteByte>
@@ -233,6 +235,7 @@ PYCOMM_DEVICE void read_part(const char* src, uint64_t n_bytes, const Write& wri
   const uint64_t n_packs = n_bytes / kPackBytes, stride = uint64_t{gridDim.x} * blockDim.x;
   uint64_t p = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (aligned_to(src, kPackBytes)) {
+    PYCOMM_NO_UNROLL
     for (; p + (kAtOnce - 1) * stride < n_packs; p += kAtOnce * stride) {
       Pack packs[kAtOnce];
       PYCOMM_UNROLL
@@ -249,7 +252,7 @@ PYCOMM_DEVICE void read_part(const char* src, uint64_t n_bytes, const Write& wri
   }
 }
 
-PYCOMM_DEVICE void copy_part(char* dst, const char* src, uint64_t n_bytes) {
+PYCOMM_DEVICE_CALL void copy_part(char* dst, const char* src, uint64_t n_bytes) {
   read_part(
       src, n_bytes, [&](uint64_t at, const Pack& pack) { store_anywhere(dst + at, pack); },
       [&](uint64_t at, char byte) { dst[at] = byte; });

@@ -41,6 +41,7 @@ PYCOMM_DEVICE void find_pointers(const PeerCall& call, const PeerShared& shared,
 }
 
 PYCOMM_DEVICE void write_pack(const Pointers& pointers, uint64_t at, const Pack& pack) {
+  PYCOMM_NO_UNROLL
   for (int d = 0; d < pointers.n_destinations; ++d) store_anywhere(pointers.destinations[d] + at, pack);
 }
 
@@ -88,11 +89,14 @@ PYCOMM_DEVICE void reduce_part(const Pointers& pointers, int n_ranks, uint64_t n
   uint64_t p = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if constexpr (N > 0) {
     constexpr int U = N <= 2 ? 4 : N <= 4 ? 2 : 1;
+    PYCOMM_NO_UNROLL
     for (; p + (U - 1) * stride < n_packs; p += U * stride) reduce_packs<O, N, U>(pointers, p, stride, param);
     if constexpr (U > 1) {
+      PYCOMM_NO_UNROLL
       for (; p < n_packs; p += stride) reduce_packs<O, N, 1>(pointers, p, stride, param);
     }
   } else {
+    PYCOMM_NO_UNROLL
     for (; p < n_packs; p += stride) {
       const auto load = [&](int k) {
         return prepared<O>(load_pack(pointers.sources[k] + p * kPackBytes), param);
