@@ -220,7 +220,9 @@ def cuda_index(name: str, device: Any) -> int:
     if where.type == "cpu":
         return -1
     index: int | None = where.index  # torch's annotation leaves None out
-    return torch.cuda.current_device() if index is None else index
+    if index is not None:
+        return index
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0  # the call says why there is none
 
 
 def common(name: str, async_op: Any, algorithm: Any, deterministic: Any, timeout: Any) -> float | None:

@@ -25,6 +25,7 @@ if(PYCOMM_CUDA STREQUAL "emulated")
   add_library(pycomm_cuda STATIC ${cuda_sources})
   target_link_libraries(pycomm_cuda PRIVATE cuda_on_cpu)
   target_compile_definitions(pycomm_cuda PUBLIC PYCOMM_CUDA_EMULATED)
+  set_target_properties(cuda_on_cpu pycomm_cuda PROPERTIES UNITY_BUILD OFF)  # as with nvcc
   target_compile_options(pycomm_cuda PRIVATE -O1)  # half the time to compile, and the tests spend theirs elsewhere
   set(PYCOMM_HAS_CUDA ON)
   message(NOTICE "CUDA is emulated on the CPU: for tests only")
