@@ -26,13 +26,6 @@ constexpr int kSharedSince = 23000;  // as ncclGetVersion says
 
 // ---- as a rank
 
-std::vector<uint64_t> counts_for(const Algorithm& a, int n, uint64_t size) {
-  if (!has_parts(a.collective)) return {size * static_cast<uint64_t>(n) / 2 + 1};
-  std::vector<uint64_t> counts;
-  for (int r = 0; r < n; r++) counts.push_back(r % 3 == 1 ? 0 : size + static_cast<uint64_t>(r) * 3);
-  return counts;
-}
-
 Status run_algorithms(NcclRank& me) {
   Worker worker(me);
   size_t i = 0;
