@@ -21,6 +21,16 @@ bool run(const std::string& command) { return std::system((command + " 2>/dev/nu
 
 bool new_host() { return unshare(CLONE_NEWNET) == 0 && run("ip link set lo up"); }
 
+// The kernel tells an interface's carrier some time after both ends are up.
+bool comes_up(const std::string& interface) {
+  const int64_t deadline = now_ns() + 20 * kSecond;
+  while (!run("ip link show " + interface + " | grep -q 'state UP'")) {
+    if (now_ns() > deadline) return false;
+    usleep(1000);
+  }
+  return true;
+}
+
 // Prints what is wrong, for the test's output, and ends this child.
 #define CHILD_CHECK(condition, text)                                                 \
   if (!(condition)) {                                                                \
@@ -115,6 +125,7 @@ void host_b(int from_a, int to_a) {
   CHILD_CHECK(
       run("ip addr add 10.77.0.2/24 dev vb && ip addr add fd77::2/64 dev vb nodad && ip link set vb up"),
       std::string("ip"));
+  CHILD_CHECK(comes_up("vb"), std::string("no carrier"));
   for (const char* peer : {"10.77.0.1", "fd77::1"}) {
     Address here;
     Status status = choose_address("", address(peer), &here);
@@ -153,6 +164,7 @@ void host_a() {
   signal_to(to_b[1]);
   for (const char* peer : {"10.77.0.2", "fd77::2"}) {
     await(to_a[0]);  // b listens
+    CHILD_CHECK(comes_up("va"), std::string("no carrier"));
     const Address to = address(peer).with_port(50'000);
     Address here;
     Status status = choose_address("", to, &here);
