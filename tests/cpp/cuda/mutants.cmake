@@ -58,7 +58,7 @@ function(pycomm_mutant name file from to unit filter)
   target_link_options(mutant_${name} PRIVATE -s)  # else a sanitizer's debugging information makes each 100 MB
   target_link_libraries(mutant_${name} PRIVATE cuda_test_objects)
   add_test(NAME mutant.${name} COMMAND sh ${mutant_runner} $<TARGET_FILE:mutant_${name}> ${filter})
-  set_tests_properties(mutant.${name} PROPERTIES TIMEOUT 120 LABELS cuda)
+  set_tests_properties(mutant.${name} PROPERTIES TIMEOUT ${timeout_s} LABELS cuda)
   set_property(GLOBAL APPEND PROPERTY PYCOMM_MUTANTS mutant_${name})
 endfunction()
 
