@@ -78,9 +78,15 @@ void gather(DeviceRank& self, Compression compression, const char* way, const st
   }
 }
 
+#if defined(__SANITIZE_THREAD__)
+constexpr int kEndOfCompressions = 3;  // one in place, and one not
+#else
+constexpr int kEndOfCompressions = kNumCompressions;
+#endif
+
 TEST(DeviceCoded, AllGatherHasTheCpusBitsByAnyWay) {
   run_device_ranks(3, [](DeviceRank& self) {
-    for (int c = 1; c < kNumCompressions; c++) {
+    for (int c = 1; c < kEndOfCompressions; c++) {
       for (const char* way : {static_cast<const char*>(nullptr), "peer", "nccl", "ring", "direct"}) {
         for (const std::vector<uint64_t>& counts : {std::vector<uint64_t>{700, 0, 5}, {300, 300, 300}}) {
           gather(self, static_cast<Compression>(c), way, counts, c % 2 == 0);

@@ -46,11 +46,18 @@ TEST_P(EveryAlgorithm, ComputesWhatTheCpuComputes) {
   }
 }
 
+#if defined(__SANITIZE_THREAD__)  // who waits for whom does not depend on the dtype
+const std::vector<DType> kDeterministic = {DType::kFloat16};
+#else
+const std::vector<DType> kDeterministic = {DType::kFloat32, DType::kFloat16, DType::kFloat8E5M2,
+                                           DType::kComplex64};
+#endif
+
 TEST_P(EveryReduction, IsDeterministicWhereItSaysSo) {
   for (const int n : kRanks) {
     run_nccl_ranks(n, [&](NcclRank& me) -> Status {
       Worker worker(me);
-      for (const DType t : {DType::kFloat32, DType::kFloat16, DType::kFloat8E5M2, DType::kComplex64}) {
+      for (const DType t : kDeterministic) {
         Case c;
         c.algorithm = &algorithm();
         c.root = n - 1;
