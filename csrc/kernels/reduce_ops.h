@@ -2,8 +2,8 @@
 //
 // prepare() is applied to every source, combine() at every node of the tree (left operand first), finish()
 // once to the root, before rounding to the element type. kHot operations get more unrolled variants (more
-// code): those that training uses, on CPUs since 2013. Unsigned lanes serve signed sums and products, so that
-// overflow wraps.
+// code): those that training uses, on wide enough CPUs. Unsigned lanes serve signed sums and products, so
+// that overflow wraps.
 #pragma once
 
 #include "kernels/convert.h"
@@ -19,7 +19,7 @@ constexpr bool is_float<float> = true;
 template <>
 constexpr bool is_float<double> = true;
 
-// x86-64 without AVX2 is from before 2013: its kernels take half the time to compile without the variants.
+// x86-64 without AVX2 is old or small: its kernels take half the time to compile without the variants.
 #if defined(__x86_64__)
 constexpr bool kHotIsa = kVecBytes > 16;
 #else

@@ -59,7 +59,6 @@ TEST(DeviceGraph, ReplayedBetweenOtherCalls) {
   }
 }
 
-// What a first call makes is made before; the refusal is the same on all ranks, and harms nothing.
 // What `call` says while the rank's stream is captured; what was captured is let go.
 Status captured(const DeviceRank& self, const std::function<Status()>& call) {
   cudaGraph_t graph = nullptr;
@@ -78,6 +77,7 @@ void expect_refused(const Status& s, const char* why) {
   EXPECT_NE(s.message().find(why), std::string::npos) << s.message();
 }
 
+// What a first call makes is made before; the refusal is the same on all ranks, and harms nothing.
 TEST(DeviceGraph, WhatCannotBeCaptured) {
   run_device_ranks(2, [](DeviceRank& self) {
     OnStream t(self.stream, filled(1));
