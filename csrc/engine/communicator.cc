@@ -291,8 +291,6 @@ Status Communicator::close(CallerHooks* hooks, double limit_s, const std::string
   if (group_->node()->forked()) {
     // The thread does not exist in this process, and its handle may meanwhile be that of another one.
     if (thread_.joinable()) static_cast<void>(new std::thread(std::move(thread_)));
-    // Nor do those of the device, and CUDA serves the parent only.
-    static_cast<void>(new std::shared_ptr<DeviceEngine>(std::move(device_)));
     return Status();
   }
   Status s;
