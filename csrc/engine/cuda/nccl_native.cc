@@ -214,6 +214,18 @@ Status issue_native(nccl::NcclComm& comm, Stream stream, const NativeCall& call,
                      "ncclBroadcast", patience);
 }
 
+// use(peer, sent) for every message of an all_to_all that is not empty.
+template <class Use>
+Status each_message(std::span<const uint64_t> send_counts, std::span<const uint64_t> recv_counts,
+                    const Use& use) {
+  for (size_t q = 0; q < send_counts.size(); q++) {
+    const int peer = static_cast<int>(q);
+    if (send_counts[q] > 0) PYCOMM_RETURN_IF_ERROR(use(peer, true));
+    if (recv_counts[q] > 0) PYCOMM_RETURN_IF_ERROR(use(peer, false));
+  }
+  return Status();
+}
+
 Status issue_all_to_all(nccl::NcclComm& comm, Stream stream, const void* in,
                         std::span<const uint64_t> send_counts, void* out,
                         std::span<const uint64_t> recv_counts, size_t elem_size,
@@ -228,17 +240,19 @@ Status issue_all_to_all(nccl::NcclComm& comm, Stream stream, const void* in,
     if (n_out > 0) {
       PYCOMM_RETURN_IF_ERROR(
           comm.in_group(api.send(from, n_out, nccl::kUInt8, peer, comm.raw(), stream), "ncclSend"));
-      comm.note_exchange(peer, true);
     }
     if (n_in > 0) {
       PYCOMM_RETURN_IF_ERROR(
           comm.in_group(api.recv(to, n_in, nccl::kUInt8, peer, comm.raw(), stream), "ncclRecv"));
-      comm.note_exchange(peer, false);
     }
     from += n_out;
     to += n_in;
   }
-  return comm.end_group(patience);
+  PYCOMM_RETURN_IF_ERROR(comm.end_group(patience));
+  return each_message(send_counts, recv_counts, [&](int peer, bool sent) {
+    comm.note_exchange(peer, sent);
+    return Status();
+  });
 }
 
 }  // namespace
@@ -292,12 +306,8 @@ Status run_native(nccl::NcclComm& comm, Stream stream, const NativeCall& call,
 
 Status check_all_to_all_exchanges(const nccl::NcclComm& comm, std::span<const uint64_t> send_counts,
                                   std::span<const uint64_t> recv_counts) {
-  for (int q = 0; q < comm.n_ranks(); q++) {
-    const auto i = static_cast<size_t>(q);
-    if (send_counts[i] > 0) PYCOMM_RETURN_IF_ERROR(comm.check_exchange("all_to_all", q, true));
-    if (recv_counts[i] > 0) PYCOMM_RETURN_IF_ERROR(comm.check_exchange("all_to_all", q, false));
-  }
-  return Status();
+  return each_message(send_counts, recv_counts,
+                      [&](int peer, bool sent) { return comm.check_exchange("all_to_all", peer, sent); });
 }
 
 Status run_all_to_all(nccl::NcclComm& comm, Stream stream, const void* in,

@@ -15,11 +15,11 @@ using cuda::NativeCall;
 using cuda::RoundsCall;
 
 #if defined(__SANITIZE_THREAD__)
-const std::vector<int> kRanks = {2, 3};  // under that sanitizer a kernel takes tens of milliseconds
+const std::vector<int> kGraphRanks = {2, 3};  // under that sanitizer a kernel takes tens of milliseconds
 constexpr int kReplays = 2;
 constexpr size_t kCodes = 20;
 #else
-const std::vector<int> kRanks = {2, 3, 8};
+const std::vector<int> kGraphRanks = {2, 3, 8};
 constexpr int kReplays = 20;
 constexpr size_t kCodes = 70;  // two tiles
 #endif
@@ -146,7 +146,7 @@ INSTANTIATE_TEST_SUITE_P(Nccl, NcclRoundsGraph, testing::ValuesIn(kSettings),
 
 TEST_P(NcclRoundsGraph, IsReplayedWithNewInputsAndBetweenEagerCalls) {
   const Setting& x = GetParam();
-  for (const int n : kRanks) {
+  for (const int n : kGraphRanks) {
     run_nccl_ranks(n, [&](NcclRank& me) -> Status {
       std::unique_ptr<cuda::DeviceStreams> streams;
       PYCOMM_RETURN_IF_ERROR(cuda::DeviceStreams::make(me.rank, &streams));
@@ -219,7 +219,7 @@ TEST(NcclGraph, CodesAndTheirResidualsAreThoseOfEagerCalls) {
 // NCCL's own, four of them in one graph.
 TEST(NcclGraph, NativeCollectives) {
   constexpr size_t kCount = 37;
-  for (const int n : kRanks) {
+  for (const int n : kGraphRanks) {
     run_nccl_ranks(n, [&](NcclRank& me) -> Status {
       const auto ranks = static_cast<size_t>(n), r = static_cast<size_t>(me.rank);
       const Vector in(kCount * ranks), sum(kCount), part(kCount), all(kCount * ranks), from_root(kCount);

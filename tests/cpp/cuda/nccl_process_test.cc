@@ -19,8 +19,8 @@ namespace {
 Status run_cases(NcclRank& me) {
   Worker worker(me);
   for (const Algorithm& a : catalog()) PYCOMM_RETURN_IF_ERROR(worker.run_algorithm(a));
-  PYCOMM_RETURN_IF_ERROR(worker.result());
   PYCOMM_RETURN_IF_ERROR(run_coded_cases(me));
+  PYCOMM_RETURN_IF_ERROR(worker.result());  // at the end: peers wait for the calls of a rank that was wrong
   return me.comm.finalize(me.patience);
 }
 
@@ -73,7 +73,7 @@ TEST_P(NcclProcesses, ComputeTheSame) {
   const int n = GetParam();
   EXPECT_EQ(run_processes(n, "cases"), std::vector<int>(static_cast<size_t>(n), 0));
 }
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#if defined(__SANITIZE_ADDRESS__)
 INSTANTIATE_TEST_SUITE_P(Nccl, NcclProcesses, testing::Values(3));
 #else
 INSTANTIATE_TEST_SUITE_P(Nccl, NcclProcesses, testing::ValuesIn(kRanks));

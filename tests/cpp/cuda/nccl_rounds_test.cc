@@ -36,6 +36,7 @@ INSTANTIATE_TEST_SUITE_P(Nccl, EveryReduction,
                          testing::ValuesIn(algorithms_of({Collective::kAllReduce, Collective::kReduceScatter,
                                                           Collective::kReduce})),
                          name_of);
+
 TEST_P(EveryAlgorithm, ComputesWhatTheCpuComputes) {
   for (const int n : kRanks) {
     run_nccl_ranks(n, [&](NcclRank& me) -> Status {

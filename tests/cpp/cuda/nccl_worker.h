@@ -15,11 +15,11 @@
 namespace pycomm {
 
 #if defined(__SANITIZE_THREAD__)
-const std::vector<int> kRanks = {2, 3};  // under that sanitizer a kernel takes tens of milliseconds
-const std::vector<uint64_t> kSizes = {40};
+inline const std::vector<int> kRanks = {2, 3};  // under that sanitizer a kernel takes tens of milliseconds
+inline const std::vector<uint64_t> kSizes = {40};
 #else
-const std::vector<int> kRanks = {1, 2, 3, 4, 5, 6, 7, 8};
-const std::vector<uint64_t> kSizes = {0, 1, 5, 64, 233};
+inline const std::vector<int> kRanks = {1, 2, 3, 4, 5, 6, 7, 8};
+inline const std::vector<uint64_t> kSizes = {0, 1, 5, 64, 233};
 #endif
 
 // Elements of the parts, or of the vector: uneven, some empty, more than fit the window of tiles.
