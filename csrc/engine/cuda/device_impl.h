@@ -149,6 +149,9 @@ struct DeviceEngine::Impl {
   Status by_rounds(const Call& call, const Plain& plain, std::byte* scratch, double timeout_s);
   cuda::RoundsCall rounds_call(const Call& call, const Plain& plain, const cuda::RoundPlan* plan) const;
   cuda::NativeCall native_call(const Call& call, const Plain& plain) const;
+  static cuda::AllToAll all_to_all(const Call& call, const Plain& plain) {
+    return {plain.in, plain.out, call.send_counts, call.recv_counts, call.sig.dtype};
+  }
   Status scratch_bytes(const Call& call, size_t* out);
   bool in_place(const Call& call, const Plain& plain) const;
   Status copy(void* to, const void* from, size_t n_bytes) const;

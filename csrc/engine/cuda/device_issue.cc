@@ -176,8 +176,7 @@ Status DeviceEngine::Impl::by_way(const Call& call, const Plain& plain, std::byt
   if (is_coded_gather(call)) return gather_coded(call, plain, scratch, timeout_s);
   const Signature& sig = call.sig;
   if (sig.kind == CallKind::kAllToAll) {
-    return cuda::run_all_to_all(comm, stream(), plain.in, call.send_counts, plain.out, call.recv_counts,
-                                dtype_size(sig.dtype), patience(timeout_s));
+    return cuda::run_all_to_all(comm, stream(), all_to_all(call, plain), patience(timeout_s));
   }
   if (is_rounds(sig.algorithm)) return by_rounds(call, plain, scratch, timeout_s);
   if (sig.algorithm != static_cast<uint8_t>(DeviceWay::kNccl)) {
@@ -222,12 +221,15 @@ Status DeviceEngine::Impl::can_be_captured(const Call& call) {
   PYCOMM_RETURN_IF_ERROR(find_room(call, false, &room));
   if (!context->has_scratch(room.scratch())) return refuse("it needs more scratch memory");
   if (link.n_ranks == 1) return Status();
+  const Plain plain{call.in.data(), call.out.data()};
   if (call.sig.kind == CallKind::kAllToAll) {
-    return cuda::check_all_to_all_exchanges(comm, call.send_counts, call.recv_counts);
+    return cuda::all_to_all_can_be_captured(comm, all_to_all(call, plain));
+  }
+  if (call.sig.algorithm == static_cast<uint8_t>(DeviceWay::kNccl)) {
+    return cuda::native_can_be_captured(comm, native_call(call, plain));
   }
   if (!is_rounds(call.sig.algorithm)) return Status();
-  const bool same =
-      in_place(call, {call.in.data(), call.out.data()}) && catalog()[call.sig.algorithm].in_place;
+  const bool same = in_place(call, plain) && catalog()[call.sig.algorithm].in_place;
   const cuda::RoundPlan* plan = nullptr;
   PYCOMM_RETURN_IF_ERROR(plan_of(call, call.sig.algorithm, same, &plan));
   return rounds->can_be_captured(rounds_call(call, {}, plan));

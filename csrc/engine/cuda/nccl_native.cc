@@ -125,41 +125,77 @@ Status run_reduction(nccl::NcclComm& comm, Stream stream, const NativeCall& call
   return comm.settle(api.red_op_destroy(op, comm.raw()), "ncclRedOpDestroy", patience);
 }
 
-// gather and scatter: the root sends to, or receives from, every rank; its own part is copied in the same
-// way.
-Status run_rooted(nccl::NcclComm& comm, Stream stream, const NativeCall& call, const Parts& parts,
-                  const nccl::Patience& patience) {
-  const nccl::Api& api = comm.api();
+// A message to a peer, or from it, of a call that is grouped sends and receives.
+struct Message {
+  int peer;
+  bool sent;
+  std::byte* at;
+  size_t n_bytes;
+};
+using Messages = std::vector<Message>;
+
+std::byte* place(const void* tensor, uint64_t n_elems, DType dtype) {
+  return static_cast<std::byte*>(const_cast<void*>(tensor)) + n_elems * dtype_size(dtype);
+}
+
+// The root's with all ranks, its own part among them unless that lies where it belongs; another rank's with
+// the root.
+Messages rooted_messages(const NativeCall& call, int rank, int n_ranks) {
+  const Parts parts(call, n_ranks);
+  const bool gathers = call.collective == Collective::kGather, is_root = rank == call.root;
+  const auto own = static_cast<size_t>(rank);
   const size_t size = dtype_size(call.dtype);
-  const bool gathers = call.collective == Collective::kGather, is_root = comm.rank() == call.root;
-  const size_t own = parts.len[static_cast<size_t>(comm.rank())] * size;
+  const void* const whole = gathers ? call.out : call.in;  // the root's
+  std::byte* const part = place(gathers ? call.in : call.out, 0, call.dtype);
+  Messages all;
+  for (int q = 0; is_root && q < n_ranks; q++) {
+    const auto i = static_cast<size_t>(q);
+    std::byte* const at = place(whole, parts.start[i], call.dtype);
+    if (q != rank || at != part) all.push_back({q, !gathers, at, parts.len[i] * size});
+  }
+  const bool in_place = is_root && place(whole, parts.start[own], call.dtype) == part;
+  if (!in_place) all.push_back({call.root, gathers, part, parts.len[own] * size});
+  return all;
+}
+
+Messages all_to_all_messages(const AllToAll& call) {
+  const size_t size = dtype_size(call.dtype);
+  std::byte *from = place(call.in, 0, call.dtype), *to = place(call.out, 0, call.dtype);
+  Messages all;
+  for (size_t q = 0; q < call.send_counts.size(); q++) {
+    const int peer = static_cast<int>(q);
+    const size_t n_out = call.send_counts[q] * size, n_in = call.recv_counts[q] * size;
+    all.push_back({peer, true, from, n_out});
+    all.push_back({peer, false, to, n_in});
+    from += n_out;
+    to += n_in;
+  }
+  return all;
+}
+
+// One group. Empty messages do not travel.
+Status exchange(nccl::NcclComm& comm, Stream stream, const Messages& messages,
+                const nccl::Patience& patience) {
+  const nccl::Api& api = comm.api();
   PYCOMM_RETURN_IF_ERROR(comm.start_group());
-  const auto send = [&](const void* p, size_t n, int peer) {
-    if (n == 0) return Status();
-    return comm.in_group(api.send(p, n, nccl::kUInt8, peer, comm.raw(), stream), "ncclSend");
-  };
-  const auto recv = [&](void* p, size_t n, int peer) {
-    if (n == 0) return Status();
-    return comm.in_group(api.recv(p, n, nccl::kUInt8, peer, comm.raw(), stream), "ncclRecv");
-  };
-  // In place the root's own part lies where it belongs.
-  const size_t at_own = parts.start[static_cast<size_t>(comm.rank())] * size;
-  const bool in_place = is_root && (gathers ? call.in == static_cast<std::byte*>(call.out) + at_own
-                                            : call.out == static_cast<const std::byte*>(call.in) + at_own);
-  for (int q = 0; is_root && q < comm.n_ranks(); q++) {
-    if (q == call.root && in_place) continue;
-    const size_t at = parts.start[static_cast<size_t>(q)] * size,
-                 n = parts.len[static_cast<size_t>(q)] * size;
-    if (gathers) {
-      PYCOMM_RETURN_IF_ERROR(recv(static_cast<std::byte*>(call.out) + at, n, q));
-    } else {
-      PYCOMM_RETURN_IF_ERROR(send(static_cast<const std::byte*>(call.in) + at, n, q));
-    }
+  for (const Message& m : messages) {
+    if (m.n_bytes == 0) continue;
+    const nccl::Result result = m.sent ? api.send(m.at, m.n_bytes, nccl::kUInt8, m.peer, comm.raw(), stream)
+                                       : api.recv(m.at, m.n_bytes, nccl::kUInt8, m.peer, comm.raw(), stream);
+    PYCOMM_RETURN_IF_ERROR(comm.in_group(result, m.sent ? "ncclSend" : "ncclRecv"));
   }
-  if (!in_place) {
-    PYCOMM_RETURN_IF_ERROR(gathers ? send(call.in, own, call.root) : recv(call.out, own, call.root));
+  PYCOMM_RETURN_IF_ERROR(comm.end_group(patience));
+  for (const Message& m : messages) {
+    if (m.n_bytes > 0) comm.note_exchange(m.peer, m.sent);
   }
-  return comm.end_group(patience);
+  return Status();
+}
+
+Status check_exchanges(const nccl::NcclComm& comm, const char* what, const Messages& messages) {
+  for (const Message& m : messages) {
+    if (m.n_bytes > 0) PYCOMM_RETURN_IF_ERROR(comm.check_exchange(what, m.peer, m.sent));
+  }
+  return Status();
 }
 
 Status run_all_gather(nccl::NcclComm& comm, Stream stream, const NativeCall& call, const Parts& parts,
@@ -205,54 +241,14 @@ Status issue_native(nccl::NcclComm& comm, Stream stream, const NativeCall& call,
     case Collective::kAllGather:
       return run_all_gather(comm, stream, call, Parts(call, comm.n_ranks()), patience);
     case Collective::kGather:
-    case Collective::kScatter: return run_rooted(comm, stream, call, Parts(call, comm.n_ranks()), patience);
+    case Collective::kScatter:
+      return exchange(comm, stream, rooted_messages(call, comm.rank(), comm.n_ranks()), patience);
     case Collective::kBroadcast: break;
   }
   const void* const from = comm.rank() == call.root ? call.in : call.out;
   return comm.settle(comm.api().broadcast(from, call.out, call.count * dtype_size(call.dtype), nccl::kUInt8,
                                           call.root, comm.raw(), stream),
                      "ncclBroadcast", patience);
-}
-
-// use(peer, sent) for every message of an all_to_all that is not empty.
-template <class Use>
-Status each_message(std::span<const uint64_t> send_counts, std::span<const uint64_t> recv_counts,
-                    const Use& use) {
-  for (size_t q = 0; q < send_counts.size(); q++) {
-    const int peer = static_cast<int>(q);
-    if (send_counts[q] > 0) PYCOMM_RETURN_IF_ERROR(use(peer, true));
-    if (recv_counts[q] > 0) PYCOMM_RETURN_IF_ERROR(use(peer, false));
-  }
-  return Status();
-}
-
-Status issue_all_to_all(nccl::NcclComm& comm, Stream stream, const void* in,
-                        std::span<const uint64_t> send_counts, void* out,
-                        std::span<const uint64_t> recv_counts, size_t elem_size,
-                        const nccl::Patience& patience) {
-  const nccl::Api& api = comm.api();
-  const auto* from = static_cast<const std::byte*>(in);
-  auto* to = static_cast<std::byte*>(out);
-  PYCOMM_RETURN_IF_ERROR(comm.start_group());
-  for (size_t q = 0; q < send_counts.size(); q++) {
-    const int peer = static_cast<int>(q);
-    const size_t n_out = send_counts[q] * elem_size, n_in = recv_counts[q] * elem_size;
-    if (n_out > 0) {
-      PYCOMM_RETURN_IF_ERROR(
-          comm.in_group(api.send(from, n_out, nccl::kUInt8, peer, comm.raw(), stream), "ncclSend"));
-    }
-    if (n_in > 0) {
-      PYCOMM_RETURN_IF_ERROR(
-          comm.in_group(api.recv(to, n_in, nccl::kUInt8, peer, comm.raw(), stream), "ncclRecv"));
-    }
-    from += n_out;
-    to += n_in;
-  }
-  PYCOMM_RETURN_IF_ERROR(comm.end_group(patience));
-  return each_message(send_counts, recv_counts, [&](int peer, bool sent) {
-    comm.note_exchange(peer, sent);
-    return Status();
-  });
 }
 
 }  // namespace
@@ -304,23 +300,25 @@ Status run_native(nccl::NcclComm& comm, Stream stream, const NativeCall& call,
   return capturable(what.c_str(), stream, [&] { return issue_native(comm, stream, call, patience); });
 }
 
-Status check_all_to_all_exchanges(const nccl::NcclComm& comm, std::span<const uint64_t> send_counts,
-                                  std::span<const uint64_t> recv_counts) {
-  return each_message(send_counts, recv_counts,
-                      [&](int peer, bool sent) { return comm.check_exchange("all_to_all", peer, sent); });
+Status native_can_be_captured(const nccl::NcclComm& comm, const NativeCall& call) {
+  if (call.collective != Collective::kGather && call.collective != Collective::kScatter) return Status();
+  return check_exchanges(comm, collective_name(call.collective),
+                         rooted_messages(call, comm.rank(), comm.n_ranks()));
 }
 
-Status run_all_to_all(nccl::NcclComm& comm, Stream stream, const void* in,
-                      std::span<const uint64_t> send_counts, void* out, std::span<const uint64_t> recv_counts,
-                      size_t elem_size, const nccl::Patience& patience) {
+Status run_all_to_all(nccl::NcclComm& comm, Stream stream, const AllToAll& call,
+                      const nccl::Patience& patience) {
   const auto n = static_cast<size_t>(comm.n_ranks());
-  if (send_counts.size() != n || recv_counts.size() != n) {
+  if (call.send_counts.size() != n || call.recv_counts.size() != n) {
     return Status::error(Code::kValue, format("all_to_all/nccl: %zu and %zu counts, expected %zu",
-                                              send_counts.size(), recv_counts.size(), n));
+                                              call.send_counts.size(), call.recv_counts.size(), n));
   }
-  return capturable("all_to_all/nccl", stream, [&] {
-    return issue_all_to_all(comm, stream, in, send_counts, out, recv_counts, elem_size, patience);
-  });
+  return capturable("all_to_all/nccl", stream,
+                    [&] { return exchange(comm, stream, all_to_all_messages(call), patience); });
+}
+
+Status all_to_all_can_be_captured(const nccl::NcclComm& comm, const AllToAll& call) {
+  return check_exchanges(comm, "all_to_all", all_to_all_messages(call));
 }
 
 }  // namespace pycomm::cuda

@@ -40,13 +40,20 @@ Status native_supported(const NativeCall& call, int n_ranks);
 Status run_native(nccl::NcclComm& comm, Stream stream, const NativeCall& call,
                   const nccl::Patience& patience);
 
+// kValue, with the remedy: gather and scatter are messages between ranks that have exchanged none
+// (NcclComm::check_exchange). What NCCL connects for collectives of its own it does not tell.
+Status native_can_be_captured(const nccl::NcclComm& comm, const NativeCall& call);
+
 // Rank q gets send_counts[q] elements, which follow each other in `in`; what came lies in `out` in the same
 // way.
-Status run_all_to_all(nccl::NcclComm& comm, Stream stream, const void* in,
-                      std::span<const uint64_t> send_counts, void* out, std::span<const uint64_t> recv_counts,
-                      size_t elem_size, const nccl::Patience& patience);
-// Before a capture: messages between the same ranks have been exchanged (NcclComm::check_exchange).
-Status check_all_to_all_exchanges(const nccl::NcclComm& comm, std::span<const uint64_t> send_counts,
-                                  std::span<const uint64_t> recv_counts);
+struct AllToAll {
+  const void* in = nullptr;
+  void* out = nullptr;
+  std::span<const uint64_t> send_counts, recv_counts;
+  DType dtype = DType::kUInt8;
+};
+Status run_all_to_all(nccl::NcclComm& comm, Stream stream, const AllToAll& call,
+                      const nccl::Patience& patience);
+Status all_to_all_can_be_captured(const nccl::NcclComm& comm, const AllToAll& call);
 
 }  // namespace pycomm::cuda

@@ -14,7 +14,7 @@
 namespace pycomm::cuda {
 namespace {
 
-constexpr int kMaxSegments = 64;
+constexpr int kBlockSegments = 64;
 constexpr int kMaxPointers = 352;
 constexpr int kOwnPointers = 3;  // dst, message and residual, before the sources
 constexpr int kChunkElems = kChunkPacks * kRunElems;
@@ -23,12 +23,12 @@ constexpr int kLevels = 3;  // of T above the groups
 static_assert(kRuns == 2 && kMaxReduceSrcs <= kGroup << kLevels &&
               kMaxReduceSrcs + kOwnPointers <= kMaxPointers);
 
-struct Table {
-  Segments<kMaxSegments> segments;
+struct BlockTable {
+  Segments<kBlockSegments> segments;
   int n_srcs, plain;
   const void* pointers[kMaxPointers];
 };
-static_assert(sizeof(Table) <= 4000, "kernel arguments are at most 4 KiB");
+static_assert(sizeof(BlockTable) <= 4000, "kernel arguments are at most 4 KiB");
 
 // T's leaves: p of them, the largest power of two <= n sources; of the first n - p each is a pair of sources.
 template <class F>
@@ -148,7 +148,7 @@ PYCOMM_DEVICE void encode(const Operands& to, const Run (&runs)[kRuns], const Pl
 enum class Pass { kEncode, kDecode, kReduce };
 
 template <class F>
-PYCOMM_DEVICE Run reduced_run(const Table& table, const Operands& operands, const Place& place,
+PYCOMM_DEVICE Run reduced_run(const BlockTable& table, const Operands& operands, const Place& place,
                               const Param<float>& param) {
   Run own{}, before{};
   if (table.plain >= 0) own = load_run(static_cast<const float*>(operands.srcs[table.plain]), place);
@@ -160,7 +160,7 @@ PYCOMM_DEVICE Run reduced_run(const Table& table, const Operands& operands, cons
 }
 
 template <class F, Pass kPass>
-PYCOMM_DEVICE void load_block(const Table& table, const Operands& operands, const Place& first,
+PYCOMM_DEVICE void load_block(const BlockTable& table, const Operands& operands, const Place& first,
                               const Param<float>& param, Run (&runs)[kRuns]) {
   if constexpr (kPass == Pass::kDecode) {
     Coded<F> coded[kRuns];
@@ -186,7 +186,7 @@ PYCOMM_DEVICE void load_block(const Table& table, const Operands& operands, cons
 }
 
 template <class F, Pass kPass>
-PYCOMM_DEVICE void do_block(const Table& table, const Operands& operands, const Place& first,
+PYCOMM_DEVICE void do_block(const BlockTable& table, const Operands& operands, const Place& first,
                             const Param<float>& param) {
   Run runs[kRuns]{};
   load_block<F, kPass>(table, operands, first, param, runs);
@@ -199,7 +199,7 @@ PYCOMM_DEVICE void do_block(const Table& table, const Operands& operands, const 
 }
 
 template <class F, Pass kPass>
-PYCOMM_DEVICE void do_table(const Table& table, const Param<float>& param) {
+PYCOMM_DEVICE void do_table(const BlockTable& table, const Param<float>& param) {
   constexpr int kBlock = static_cast<int>(kBlockElems);
   const uint32_t n_chunks = table.segments.end[table.segments.n - 1];
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -220,23 +220,24 @@ PYCOMM_DEVICE void do_table(const Table& table, const Param<float>& param) {
 
 template <class F>
 __global__ void __launch_bounds__(kThreads, 3)
-    encode_kernel(const __grid_constant__ Table table, const __grid_constant__ Param<float> param) {
+    encode_kernel(const __grid_constant__ BlockTable table, const __grid_constant__ Param<float> param) {
   do_table<F, Pass::kEncode>(table, param);
 }
 template <class F>
 __global__ void __launch_bounds__(kThreads, 4)
-    decode_kernel(const __grid_constant__ Table table, const __grid_constant__ Param<float> param) {
+    decode_kernel(const __grid_constant__ BlockTable table, const __grid_constant__ Param<float> param) {
   do_table<F, Pass::kDecode>(table, param);
 }
 template <class F>
 __global__ void __launch_bounds__(kThreads, 2)
-    decode_reduce_kernel(const __grid_constant__ Table table, const __grid_constant__ Param<float> param) {
+    decode_reduce_kernel(const __grid_constant__ BlockTable table,
+                         const __grid_constant__ Param<float> param) {
   do_table<F, Pass::kReduce>(table, param);
 }
 
 // ---- on the host
 
-using Kernel = void (*)(Table, Param<float>);
+using Kernel = void (*)(BlockTable, Param<float>);
 
 template <class F>
 Kernel kernel_for(Pass pass) {
@@ -293,13 +294,13 @@ Status reduce_coded(DType code, ReduceOp op, std::span<const CodedSegment> segme
                     double scalar, Stream stream) {
   PYCOMM_RETURN_IF_ERROR(check(code, op, segments, n_srcs, plain));
   const Kernel kernel = find_kernel(code, op, segments, n_srcs, plain);
-  const auto enqueue = [&](const Table& table) -> Status {
+  const auto enqueue = [&](const BlockTable& table) -> Status {
     unsigned n_blocks = 0;
     PYCOMM_RETURN_IF_ERROR(blocks_for(table.segments.n_chunks(), &n_blocks));
     return check_cuda(launch(kernel, n_blocks, kThreads, stream, table, make_param<float>(op, scalar)),
                       format("cuda reduce_coded: %s", dtype_name(code)));
   };
-  Table table;
+  BlockTable table;
   table.n_srcs = n_srcs;
   table.plain = plain;
   for (const CodedSegment& s : segments) {

@@ -10,14 +10,14 @@
 namespace pycomm::cuda {
 namespace {
 
-constexpr int kMaxSegments = 128;
+constexpr int kCastSegments = 128;
 
-struct Table {
-  Segments<kMaxSegments> segments;
-  void* dst[kMaxSegments];
-  const void* src[kMaxSegments];
+struct CastTable {
+  Segments<kCastSegments> segments;
+  void* dst[kCastSegments];
+  const void* src[kCastSegments];
 };
-static_assert(sizeof(Table) <= 4000, "kernel arguments are at most 4 KiB");
+static_assert(sizeof(CastTable) <= 4000, "kernel arguments are at most 4 KiB");
 
 template <class Dst, class Src>
 struct CastShape {
@@ -77,7 +77,7 @@ PYCOMM_DEVICE void cast_steps(Pack* dst, const Pack* src, int first, typename Sr
 
 template <class Dst, class Src>
 __global__ void __launch_bounds__(kThreads, 4)
-    cast_kernel(const __grid_constant__ Table table, typename Src::Acc scale) {
+    cast_kernel(const __grid_constant__ CastTable table, typename Src::Acc scale) {
   using Shape = CastShape<Dst, Src>;
   using D = typename Dst::Store;
   using S = typename Src::Store;
@@ -113,7 +113,7 @@ struct Float32AsDouble {
   static PYCOMM_DEVICE float encode(double v) { return static_cast<float>(v); }
 };
 
-__global__ void __launch_bounds__(kThreads, 4) copy_kernel(const __grid_constant__ Table table) {
+__global__ void __launch_bounds__(kThreads, 4) copy_kernel(const __grid_constant__ CastTable table) {
   constexpr int kChunkBytes = kChunkPacks * kPackBytes;
   const uint32_t n_chunks = table.segments.end[table.segments.n - 1];
   for (uint32_t c = blockIdx.x; c < n_chunks; c += gridDim.x) {
@@ -144,16 +144,16 @@ __global__ void __launch_bounds__(kThreads, 4) copy_kernel(const __grid_constant
 
 // ---- on the host
 
-struct Entry {
-  cudaError_t (*launch)(const Table& table, unsigned n_blocks, float scale, Stream stream);
+struct CastEntry {
+  cudaError_t (*launch)(const CastTable& table, unsigned n_blocks, float scale, Stream stream);
   size_t n_lanes;  // per element
   size_t chunk_lanes;
 };
-constexpr Entry kNone{nullptr, 0, 0};
+constexpr CastEntry kNone{nullptr, 0, 0};
 
 template <class Dst, class Src>
-Entry entry(size_t n_lanes = 1) {
-  return {[](const Table& table, unsigned n_blocks, float scale, Stream stream) {
+CastEntry entry(size_t n_lanes = 1) {
+  return {[](const CastTable& table, unsigned n_blocks, float scale, Stream stream) {
             return launch(cast_kernel<Dst, Src>, n_blocks, kThreads, stream, table,
                           static_cast<typename Src::Acc>(scale));
           },
@@ -161,13 +161,13 @@ Entry entry(size_t n_lanes = 1) {
 }
 
 template <class F>
-Entry small_entry(DType t, DType dst, DType src) {  // one side at least is t
+CastEntry small_entry(DType t, DType dst, DType src) {  // one side at least is t
   if (dst == DType::kFloat32) return entry<Plain<float>, F>();
   if (src == DType::kFloat32) return entry<F, Plain<float>>();
   return dst == src && dst == t ? entry<F, F>() : kNone;
 }
 
-Entry find_entry(DType dst, DType src) {
+CastEntry find_cast_entry(DType dst, DType src) {
   using enum DType;
   if (dst == src) {
     if (dst == kFloat32) return entry<Plain<float>, Plain<float>>();
@@ -188,8 +188,8 @@ Entry find_entry(DType dst, DType src) {
   return kNone;
 }
 
-Entry copy_entry(size_t elem_bytes) {
-  return {[](const Table& table, unsigned n_blocks, float, Stream stream) {
+CastEntry copy_entry(size_t elem_bytes) {
+  return {[](const CastTable& table, unsigned n_blocks, float, Stream stream) {
             return launch(copy_kernel, n_blocks, kThreads, stream, table);
           },
           elem_bytes, static_cast<size_t>(kChunkPacks * kPackBytes)};
@@ -199,7 +199,7 @@ Entry copy_entry(size_t elem_bytes) {
 class Batch {
  public:
   Batch(DType dst, DType src, float scale, Stream stream) : scale_(scale), stream_(stream) {
-    entry_ = dst == src && scale == 1.0f ? copy_entry(dtype_size(dst)) : find_entry(dst, src);
+    entry_ = dst == src && scale == 1.0f ? copy_entry(dtype_size(dst)) : find_cast_entry(dst, src);
     what_ = format("cuda cast: %s to %s", dtype_name(src), dtype_name(dst));
   }
   Status check() const {
@@ -233,16 +233,16 @@ class Batch {
   }
 
  private:
-  Entry entry_;
+  CastEntry entry_;
   std::string what_;
-  Table table_;
+  CastTable table_;
   float scale_;
   Stream stream_;
 };
 
 }  // namespace
 
-bool scale_supported(DType dst, DType src) { return find_entry(dst, src).launch != nullptr; }
+bool scale_supported(DType dst, DType src) { return find_cast_entry(dst, src).launch != nullptr; }
 bool cast_supported(DType dst, DType src) { return dst == src || cuda::scale_supported(dst, src); }
 
 Status cast(DType dst_dtype, DType src_dtype, std::span<const CastSegment> segments, float scale,

@@ -15,7 +15,11 @@
 
 namespace pycomm::cuda {
 
+#if defined(PYCOMM_FEW_THREADS)  // cuda.cmake
+constexpr unsigned kThreads = 64;
+#else
 constexpr unsigned kThreads = 256;
+#endif
 constexpr int kPacksPerThread = 4;  // of the widest operand, in a full chunk
 constexpr int kChunkPacks = kPacksPerThread * static_cast<int>(kThreads);
 

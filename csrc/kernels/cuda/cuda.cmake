@@ -25,6 +25,9 @@ if(PYCOMM_CUDA STREQUAL "emulated")
   add_library(pycomm_cuda STATIC ${cuda_sources})
   target_link_libraries(pycomm_cuda PRIVATE cuda_on_cpu)
   target_compile_definitions(pycomm_cuda PUBLIC PYCOMM_CUDA_EMULATED)
+  if(PYCOMM_SANITIZE STREQUAL "thread")  # to which each is a fiber of 0.1 ms
+    target_compile_definitions(pycomm_cuda PUBLIC PYCOMM_FEW_THREADS)
+  endif()
   set_target_properties(cuda_on_cpu pycomm_cuda PROPERTIES UNITY_BUILD OFF)  # as with nvcc
   target_compile_options(pycomm_cuda PRIVATE -O1)  # half the time to compile, and the tests spend theirs elsewhere
   set(PYCOMM_HAS_CUDA ON)
@@ -46,7 +49,14 @@ elseif(NOT PYCOMM_CUDA STREQUAL "off")
       list(APPEND architectures 90-virtual)
     endif()
     set(PYCOMM_CUDA_ARCHITECTURES "${architectures}" CACHE STRING "CMAKE_CUDA_ARCHITECTURES of pycomm_cuda")
-    add_library(pycomm_cuda STATIC ${cuda_sources})
+    # As CMAKE_UNITY_BUILD does for C++: half of these files' time is headers, for each architecture and the host.
+    set(small ${cuda_sources})
+    list(FILTER small INCLUDE REGEX "/(blocks|cast|norm)\\.cu$")
+    list(REMOVE_ITEM cuda_sources ${small})
+    list(TRANSFORM small REPLACE "(.+)" "#include \"\\1\"\n")
+    list(JOIN small "" small)
+    file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/small_kernels.cu CONTENT "@small@" @ONLY)
+    add_library(pycomm_cuda STATIC ${cuda_sources} ${PROJECT_BINARY_DIR}/small_kernels.cu)
     set_target_properties(pycomm_cuda PROPERTIES UNITY_BUILD OFF
       CUDA_ARCHITECTURES "${PYCOMM_CUDA_ARCHITECTURES}" CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_EXTENSIONS OFF
       CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
@@ -54,8 +64,8 @@ elseif(NOT PYCOMM_CUDA STREQUAL "off")
     if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
       list(APPEND nvcc_options --compress-mode=size)  # all its drivers can unpack it
       # A third less time to compile for the same loops; those of peers would spill registers.
-      set(quick ${cuda_sources})
-      list(FILTER quick INCLUDE REGEX "/(reduce|blocks|cast|norm)\\.cu$")
+      set(quick ${cuda_sources} ${PROJECT_BINARY_DIR}/small_kernels.cu)
+      list(FILTER quick INCLUDE REGEX "/(reduce|small_kernels)\\.cu$")
       set_source_files_properties(${quick} PROPERTIES COMPILE_OPTIONS "--Ofast-compile;min")
     endif()
     target_compile_options(pycomm_cuda PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${nvcc_options}>")

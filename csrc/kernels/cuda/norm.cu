@@ -12,12 +12,12 @@
 namespace pycomm::cuda {
 namespace {
 
-constexpr int kMaxSegments = 128;
+constexpr int kNormSegments = 128;
 constexpr unsigned kWarps = kThreads / 32;
 
-struct Table {
-  Segments<kMaxSegments> segments;
-  const void* data[kMaxSegments];
+struct NormTable {
+  Segments<kNormSegments> segments;
+  const void* data[kNormSegments];
 };
 
 // Per chunk, in the workspace; the sum over the block is in every thread of warp 0.
@@ -68,7 +68,7 @@ PYCOMM_DEVICE void add_square(Partial& p, A v) {
 
 template <class F>
 __global__ void __launch_bounds__(kThreads, 4)
-    norm_kernel(const __grid_constant__ Table table, Partial* partials) {
+    norm_kernel(const __grid_constant__ NormTable table, Partial* partials) {
   using S = typename F::Store;
   constexpr int kElemsOfChunk = kChunkPacks * kElems<F>;
   const uint32_t n_chunks = table.segments.end[table.segments.n - 1];
@@ -108,21 +108,21 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 // ---- on the host
 
-struct Entry {
-  cudaError_t (*launch)(const Table& table, unsigned n_blocks, Partial* partials, Stream stream);
+struct NormEntry {
+  cudaError_t (*launch)(const NormTable& table, unsigned n_blocks, Partial* partials, Stream stream);
   size_t n_lanes;  // per element
   size_t chunk_lanes;
 };
 
 template <class F>
-Entry entry(size_t n_lanes = 1) {
-  return {[](const Table& table, unsigned n_blocks, Partial* partials, Stream stream) {
+NormEntry entry(size_t n_lanes = 1) {
+  return {[](const NormTable& table, unsigned n_blocks, Partial* partials, Stream stream) {
             return launch(norm_kernel<F>, n_blocks, kThreads, stream, table, partials);
           },
           n_lanes, static_cast<size_t>(kChunkPacks * kElems<F>)};
 }
 
-Entry find_entry(DType dtype) {
+NormEntry find_norm_entry(DType dtype) {
   switch (dtype) {
     case DType::kFloat64: return entry<Plain<double>>();
     case DType::kFloat32: return entry<Plain<float>>();
@@ -142,7 +142,7 @@ Entry find_entry(DType dtype) {
   return {nullptr, 0, 0};
 }
 
-size_t n_chunks_of(const Entry& entry, std::span<const ConstBlock> tensors) {
+size_t n_chunks_of(const NormEntry& entry, std::span<const ConstBlock> tensors) {
   size_t n = 0;
   for (const ConstBlock& t : tensors)
     n += (t.n_elems * entry.n_lanes + entry.chunk_lanes - 1) / entry.chunk_lanes;
@@ -151,16 +151,16 @@ size_t n_chunks_of(const Entry& entry, std::span<const ConstBlock> tensors) {
 
 }  // namespace
 
-bool norm_supported(DType dtype) { return find_entry(dtype).launch != nullptr; }
+bool norm_supported(DType dtype) { return find_norm_entry(dtype).launch != nullptr; }
 
 size_t norm_workspace_bytes(DType dtype, std::span<const ConstBlock> tensors) {
-  const Entry entry = find_entry(dtype);
+  const NormEntry entry = find_norm_entry(dtype);
   return entry.launch == nullptr ? 0 : n_chunks_of(entry, tensors) * sizeof(Partial);
 }
 
 Status norm(DType dtype, std::span<const ConstBlock> tensors, void* workspace, NormResult* result,
             Stream stream) {
-  const Entry entry = find_entry(dtype);
+  const NormEntry entry = find_norm_entry(dtype);
   const std::string what = format("cuda norm: %s", dtype_name(dtype));
   if (entry.launch == nullptr) {
     return Status::error(Code::kValue,
@@ -172,7 +172,7 @@ Status norm(DType dtype, std::span<const ConstBlock> tensors, void* workspace, N
   }
   Partial* const partials = static_cast<Partial*>(workspace);
   size_t n_done = 0;  // chunks enqueued
-  Table table;
+  NormTable table;
   const auto enqueue = [&]() -> Status {
     unsigned n_blocks = 0;
     PYCOMM_RETURN_IF_ERROR(blocks_for(table.segments.n_chunks(), &n_blocks));

@@ -209,7 +209,7 @@ Status NcclComm::settle(Result result, const char* what, const Patience& patienc
 }
 
 Status NcclComm::check_exchange(const std::string& what, int peer, bool sent) const {
-  if (exchanged_.contains({peer, sent})) return Status();
+  if (peer == rank_ || exchanged_.contains({peer, sent})) return Status();  // to itself it only copies
   return Status::error(
       Code::kValue,
       format("%s over NCCL cannot be captured: rank %d has not %s rank %d yet, and NCCL connects "

@@ -116,5 +116,24 @@ TEST(DeviceGraph, AnAllToAllIsRefusedUntilItsRanksHaveMet) {
   });
 }
 
+// Neither does a gather to one root make the connections of a gather to another.
+TEST(DeviceGraph, AGatherIsRefusedUntilItsRootHasMetAll) {
+  run_device_ranks(3, [](DeviceRank& self) {
+    OnStream part(self.stream, filled(static_cast<float>(self.rank))),
+        all(self.stream, size_t{3} * 4 * kElems);
+    const auto gather = [&](int root) {
+      Request r = self.request(CallKind::kGather, DType::kFloat32, ReduceOp::kSum, 3 * kElems, root);
+      r.call.in = Buffer(part.data(), kElems);
+      if (self.rank == root) r.call.out = Buffer(all.data(), 3 * kElems);
+      return self.call(&r, "nccl");
+    };
+    PYCOMM_ASSERT_OK(gather(0));
+    expect_refused(captured(self, [&] { return gather(2); }),
+                   "gather over NCCL cannot be captured: rank 0 has not sent to rank 2 yet");
+    PYCOMM_ASSERT_OK(gather(2));
+    PYCOMM_ASSERT_OK(captured(self, [&] { return gather(2); }));
+  });
+}
+
 }  // namespace
 }  // namespace pycomm

@@ -113,7 +113,8 @@ TEST(NcclNative, AllToAllOfUnevenCounts) {
     }
     const void* from = arena.place(in, 4);
     void* to = arena.place(want.size(), 8);
-    PYCOMM_RETURN_IF_ERROR(cuda::run_all_to_all(me.comm, me.stream, from, sends, to, recvs, 4, me.patience));
+    PYCOMM_RETURN_IF_ERROR(
+        cuda::run_all_to_all(me.comm, me.stream, {from, to, sends, recvs, DType::kInt32}, me.patience));
     if (cudaStreamSynchronize(me.stream) != cudaSuccess || arena.read(to, want.size()) != want) {
       return Status::error(Code::kSystem, "wrong numbers");
     }
