@@ -1,7 +1,9 @@
 """Builds the extension pycomm._C by driving CMake and ninja; all metadata is in pyproject.toml.
 
-Objects are kept in build/<python>-<machine>, so that a second build is quick. CMake's cache is not kept: in
-an isolated build cmake, ninja and pybind11 live in a temporary folder that is gone the next time.
+Objects are kept in build/<python>-<machine>, so that a second build is quick. So is a copy of pybind11's
+headers: in an isolated build cmake, ninja and pybind11 live in a temporary folder that is gone the next
+time, and other paths would compile every file again that includes them. CMake's cache holds such paths,
+too, and is not kept.
 PYCOMM_EXTENSION=OFF installs the Python files only (the Makefile does this: it builds the extension itself).
 """
 
@@ -40,9 +42,14 @@ class CMakeBuild(build_ext):
             raise SystemExit("pycomm: pybind11 was not found: run `pip install pybind11`") from None
         build = SOURCE / "build" / f"{sys.implementation.cache_tag}-{platform.machine()}"
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        headers = build / f"pybind11-{pybind11.__version__}"
+        if not headers.exists():
+            shutil.rmtree(build / "pybind11", ignore_errors=True)  # of a build that was interrupted
+            shutil.copytree(Path(pybind11.__file__).parent, build / "pybind11")
+            (build / "pybind11").rename(headers)
         (build / "CMakeCache.txt").unlink(missing_ok=True)
         options = [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DPython_EXECUTABLE={sys.executable}"]
-        options += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", "-DCMAKE_BUILD_TYPE=Release"]
+        options += [f"-Dpybind11_DIR={headers}/share/cmake/pybind11", "-DCMAKE_BUILD_TYPE=Release"]
         # Half the time; development builds have each file by itself.
         options += ["-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=16"]
         run("CMake", tool("cmake"), "-S", str(SOURCE), "-B", str(build), "-G", "Ninja", *options)

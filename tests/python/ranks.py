@@ -1,7 +1,8 @@
 """Ranks as real processes: ``run_ranks(n, fn, *args)`` returns ``[fn(0, n, *args), …, fn(n-1, n, *args)]``.
 
-Every rank is forked from one server process that has torch imported already, with the modules that take it a second
-more, so a rank starts in tens of milliseconds. (pycomm's own are imported in the rank: they read its environment.) It runs with one thread, RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and a private
+Every rank is forked from one server process that has torch imported already, with the modules that take it
+a second more, so a rank starts in tens of milliseconds. (pycomm's own are imported in the rank: they read
+its environment.) It runs with one thread, RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and a private
 PYCOMM_RUN_DIR in its environment, and its output in a file. No test touches the network or a fixed name.
 
 What goes wrong in a rank comes back as an exception here:
