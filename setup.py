@@ -50,8 +50,6 @@ class CMakeBuild(build_ext):
         (build / "CMakeCache.txt").unlink(missing_ok=True)
         options = [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DPython_EXECUTABLE={sys.executable}"]
         options += [f"-Dpybind11_DIR={headers}/share/cmake/pybind11", "-DCMAKE_BUILD_TYPE=Release"]
-        # Half the time; development builds have each file by itself.
-        options += ["-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=16"]
         run("CMake", tool("cmake"), "-S", str(SOURCE), "-B", str(build), "-G", "Ninja", *options)
         run("the compiler", tool("cmake"), "--build", str(build), "--target", "_C")
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,8 @@ if(PYCOMM_HAS_CUDA)
   target_link_libraries(pycomm_engine PUBLIC pycomm_cuda_engine)
   if(TARGET cuda_on_cpu)
     target_link_libraries(pycomm_cuda_engine PRIVATE cuda_on_cpu)
+    # A file with a planted fault (tests/cpp/cuda/engine_mutants.cmake) takes the place of its own object.
+    set_target_properties(pycomm_cuda_engine PROPERTIES UNITY_BUILD OFF)
   else()
     target_include_directories(pycomm_cuda_engine SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   endif()

@@ -28,7 +28,7 @@ if(PYCOMM_CUDA STREQUAL "emulated")
   if(PYCOMM_SANITIZE STREQUAL "thread")  # to which each is a fiber of 0.1 ms
     target_compile_definitions(pycomm_cuda PUBLIC PYCOMM_FEW_THREADS)
   endif()
-  set_target_properties(cuda_on_cpu pycomm_cuda PROPERTIES UNITY_BUILD OFF)  # as with nvcc
+  set_target_properties(pycomm_cuda PROPERTIES UNITY_BUILD OFF)  # as with nvcc
   target_compile_options(pycomm_cuda PRIVATE -O1)  # half the time to compile, and the tests spend theirs elsewhere
   set(PYCOMM_HAS_CUDA ON)
   message(NOTICE "CUDA is emulated on the CPU: for tests only")
