@@ -42,14 +42,17 @@ class CMakeBuild(build_ext):
             raise SystemExit("pycomm: pybind11 was not found: run `pip install pybind11`") from None
         build = SOURCE / "build" / f"{sys.implementation.cache_tag}-{platform.machine()}"
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        headers = build / f"pybind11-{pybind11.__version__}"
-        if not headers.exists():
-            shutil.rmtree(build / "pybind11", ignore_errors=True)  # of a build that was interrupted
-            shutil.copytree(Path(pybind11.__file__).parent, build / "pybind11")
-            (build / "pybind11").rename(headers)
+        package, config = Path(pybind11.__file__).parent, Path(pybind11.get_cmake_dir())
+        if config.is_relative_to(package):  # as pip installs it
+            headers = build / f"pybind11-{pybind11.__version__}"
+            if not headers.exists():
+                shutil.rmtree(build / "pybind11", ignore_errors=True)  # of a build that was interrupted
+                shutil.copytree(package, build / "pybind11")
+                (build / "pybind11").rename(headers)
+            config = headers / config.relative_to(package)
         (build / "CMakeCache.txt").unlink(missing_ok=True)
         options = [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DPython_EXECUTABLE={sys.executable}"]
-        options += [f"-Dpybind11_DIR={headers}/share/cmake/pybind11", "-DCMAKE_BUILD_TYPE=Release"]
+        options += [f"-Dpybind11_DIR={config}", "-DCMAKE_BUILD_TYPE=Release"]
         run("CMake", tool("cmake"), "-S", str(SOURCE), "-B", str(build), "-G", "Ninja", *options)
         run("the compiler", tool("cmake"), "--build", str(build), "--target", "_C")
         target.parent.mkdir(parents=True, exist_ok=True)

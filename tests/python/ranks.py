@@ -1,8 +1,8 @@
 """Ranks as real processes: ``run_ranks(n, fn, *args)`` returns ``[fn(0, n, *args), …, fn(n-1, n, *args)]``.
 
 Every rank is forked from one server process that has torch imported already, with the modules that take it
-a second more, so a rank starts in tens of milliseconds. (pycomm's own are imported in the rank: they read
-its environment.) It runs with one thread, RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and a private
+a second more, so a rank starts in tens of milliseconds. (What of pycomm reads the environment is imported
+in the rank.) It runs with one thread, RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and a private
 PYCOMM_RUN_DIR in its environment, and its output in a file. No test touches the network or a fixed name.
 
 What goes wrong in a rank comes back as an exception here:
@@ -50,7 +50,8 @@ PRELOADED = (
     "torch.distributed.tensor",
     "ranks",
 )
-"""What the fork server imports: half of a test's time, when every rank did. None of them starts a thread."""
+"""What the fork server imports: half of a test's time, when every rank did. None of them starts a thread.
+(What pycomm does where Dynamo is not imported is tested in test_without_dynamo.py.)"""
 HOST = socket.gethostname()
 """What errors name as the host of every rank."""
 GRACE_S = 5.0

@@ -27,11 +27,12 @@ def results(rank: int, size: int, factor: int) -> tuple[int, int, torch.Tensor]:
 
 
 def surroundings(rank: int, size: int) -> dict[str, Any]:
+    imported = [name for name in ranks.PRELOADED if name in sys.modules]
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "EXTRA"]
     found: dict[str, Any] = {name: os.environ.get(name) for name in names}
     run_dir = os.environ["PYCOMM_RUN_DIR"]
     found |= {"run_dir": run_dir, "mode": os.stat(run_dir).st_mode & 0o777, "pid": os.getpid()}
-    return found | {"threads": torch.get_num_threads(), "preloaded": "pycomm" in sys.modules}
+    return found | {"threads": torch.get_num_threads(), "imported": imported}
 
 
 def meet(rank: int, size: int) -> int:
@@ -90,7 +91,7 @@ def test_environment_of_a_rank() -> None:
         assert found["RANK"] == found["LOCAL_RANK"] == str(rank)
         assert found["WORLD_SIZE"] == found["LOCAL_WORLD_SIZE"] == "2"
         assert (found["OMP_NUM_THREADS"], found["threads"], found["EXTRA"]) == ("1", 1, "yes")
-        assert found["mode"] == 0o700 and found["preloaded"]
+        assert found["mode"] == 0o700 and found["imported"] == list(ranks.PRELOADED)
     assert got[0]["run_dir"] == got[1]["run_dir"] and not os.path.exists(got[0]["run_dir"])
     assert len({found["pid"] for found in got} | {os.getpid()}) == 3
     assert run_ranks(1, surroundings)[0]["run_dir"] != got[0]["run_dir"]

@@ -147,13 +147,13 @@ Messages rooted_messages(const NativeCall& call, int rank, int n_ranks) {
   const size_t size = dtype_size(call.dtype);
   const void* const whole = gathers ? call.out : call.in;  // the root's
   std::byte* const part = place(gathers ? call.in : call.out, 0, call.dtype);
+  const bool in_place = is_root && place(whole, parts.start[own], call.dtype) == part;
   Messages all;
   for (int q = 0; is_root && q < n_ranks; q++) {
+    if (q == rank && in_place) continue;
     const auto i = static_cast<size_t>(q);
-    std::byte* const at = place(whole, parts.start[i], call.dtype);
-    if (q != rank || at != part) all.push_back({q, !gathers, at, parts.len[i] * size});
+    all.push_back({q, !gathers, place(whole, parts.start[i], call.dtype), parts.len[i] * size});
   }
-  const bool in_place = is_root && place(whole, parts.start[own], call.dtype) == part;
   if (!in_place) all.push_back({call.root, gathers, part, parts.len[own] * size});
   return all;
 }

@@ -40,7 +40,7 @@ Status native_supported(const NativeCall& call, int n_ranks);
 Status run_native(nccl::NcclComm& comm, Stream stream, const NativeCall& call,
                   const nccl::Patience& patience);
 
-// kValue, with the remedy: gather and scatter are messages between ranks that have exchanged none
+// kValue, with the remedy, where gather or scatter would send the first message between two ranks
 // (NcclComm::check_exchange). What NCCL connects for collectives of its own it does not tell.
 Status native_can_be_captured(const nccl::NcclComm& comm, const NativeCall& call);
 
@@ -54,6 +54,7 @@ struct AllToAll {
 };
 Status run_all_to_all(nccl::NcclComm& comm, Stream stream, const AllToAll& call,
                       const nccl::Patience& patience);
+// As native_can_be_captured.
 Status all_to_all_can_be_captured(const nccl::NcclComm& comm, const AllToAll& call);
 
 }  // namespace pycomm::cuda

@@ -25,10 +25,10 @@ if(PYCOMM_CUDA STREQUAL "emulated")
   add_library(pycomm_cuda STATIC ${cuda_sources})
   target_link_libraries(pycomm_cuda PRIVATE cuda_on_cpu)
   target_compile_definitions(pycomm_cuda PUBLIC PYCOMM_CUDA_EMULATED)
-  if(PYCOMM_SANITIZE STREQUAL "thread")  # to which each is a fiber of 0.1 ms
+  if(PYCOMM_SANITIZE STREQUAL "thread")  # to which each CUDA thread is a fiber of 0.1 ms
     target_compile_definitions(pycomm_cuda PUBLIC PYCOMM_FEW_THREADS)
   endif()
-  set_target_properties(pycomm_cuda PROPERTIES UNITY_BUILD OFF)  # as with nvcc
+  set_target_properties(pycomm_cuda PROPERTIES UNITY_BUILD OFF)  # as of pycomm_cuda_engine
   target_compile_options(pycomm_cuda PRIVATE -O1)  # half the time to compile, and the tests spend theirs elsewhere
   set(PYCOMM_HAS_CUDA ON)
   message(NOTICE "CUDA is emulated on the CPU: for tests only")
@@ -49,7 +49,8 @@ elseif(NOT PYCOMM_CUDA STREQUAL "off")
       list(APPEND architectures 90-virtual)
     endif()
     set(PYCOMM_CUDA_ARCHITECTURES "${architectures}" CACHE STRING "CMAKE_CUDA_ARCHITECTURES of pycomm_cuda")
-    # As CMAKE_UNITY_BUILD does for C++: half of these files' time is headers, for each architecture and the host.
+    # As CMAKE_UNITY_BUILD does for C++: half of these files' time is headers, for each architecture and the host. Their
+    # own names must differ, which only nvcc sees.
     set(small ${cuda_sources})
     list(FILTER small INCLUDE REGEX "/(blocks|cast|norm)\\.cu$")
     list(REMOVE_ITEM cuda_sources ${small})

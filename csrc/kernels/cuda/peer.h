@@ -24,11 +24,7 @@ namespace pycomm::cuda {
 
 inline constexpr int kMaxPeers = 8;
 inline constexpr int kMaxPeerBlocks = 36;
-#if defined(PYCOMM_FEW_THREADS)  // cuda.cmake
-inline constexpr unsigned kMaxPeerThreads = 64;
-#else
 inline constexpr unsigned kMaxPeerThreads = 512;
-#endif
 
 // ---- what lies where
 

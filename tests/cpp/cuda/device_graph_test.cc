@@ -116,23 +116,29 @@ TEST(DeviceGraph, AnAllToAllIsRefusedUntilItsRanksHaveMet) {
   });
 }
 
-// Neither does a gather to one root make the connections of a gather to another.
-TEST(DeviceGraph, AGatherIsRefusedUntilItsRootHasMetAll) {
-  run_device_ranks(3, [](DeviceRank& self) {
-    OnStream part(self.stream, filled(static_cast<float>(self.rank))),
-        all(self.stream, size_t{3} * 4 * kElems);
-    const auto gather = [&](int root) {
-      Request r = self.request(CallKind::kGather, DType::kFloat32, ReduceOp::kSum, 3 * kElems, root);
-      r.call.in = Buffer(part.data(), kElems);
-      if (self.rank == root) r.call.out = Buffer(all.data(), 3 * kElems);
-      return self.call(&r, "nccl");
-    };
-    PYCOMM_ASSERT_OK(gather(0));
-    expect_refused(captured(self, [&] { return gather(2); }),
-                   "gather over NCCL cannot be captured: rank 0 has not sent to rank 2 yet");
-    PYCOMM_ASSERT_OK(gather(2));
-    PYCOMM_ASSERT_OK(captured(self, [&] { return gather(2); }));
-  });
+// Neither do a gather or a scatter of one root make the connections of another's; to itself a rank needs
+// none.
+TEST(DeviceGraph, AGatherOrScatterIsRefusedUntilItsRootHasMetAll) {
+  for (const CallKind kind : {CallKind::kGather, CallKind::kScatter}) {
+    run_device_ranks(3, [kind](DeviceRank& self) {
+      const bool gathers = kind == CallKind::kGather;
+      OnStream part(self.stream, filled(static_cast<float>(self.rank))),
+          all(self.stream, size_t{3} * 4 * kElems);
+      const auto call = [&](int root) {
+        Request r = self.request(kind, DType::kFloat32, ReduceOp::kSum, 3 * kElems, root);
+        (gathers ? r.call.in : r.call.out) = Buffer(part.data(), kElems);
+        if (self.rank == root) (gathers ? r.call.out : r.call.in) = Buffer(all.data(), 3 * kElems);
+        return self.call(&r, "nccl");
+      };
+      PYCOMM_ASSERT_OK(call(0));
+      expect_refused(captured(self, [&] { return call(2); }),
+                     gathers
+                         ? "gather over NCCL cannot be captured: rank 0 has not sent to rank 2 yet"
+                         : "scatter over NCCL cannot be captured: rank 0 has not received from rank 2 yet");
+      PYCOMM_ASSERT_OK(call(2));
+      PYCOMM_ASSERT_OK(captured(self, [&] { return call(2); }));
+    });
+  }
 }
 
 }  // namespace
