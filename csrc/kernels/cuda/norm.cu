@@ -2,9 +2,9 @@
 //
 // First a partial result for each chunk, then one block adds the partial results. Which thread adds what
 // depends on an element's place in its tensor only, never on alignment or grid, so the same values give the
-// same bits: thread t of a chunk takes its packs t, t + kThreads, …, lanes in order; the 32 lanes of a warp are
-// added as a tree (partner ^ 16, 8, 4, 2, 1), then the warps in order. The last block does the same over the
-// chunks. Squares of float32 and narrower are exact in float64. Cost: one read per element.
+// same bits: thread t of a chunk takes its packs t, t + kThreads, …, lanes in order; the 32 lanes of a warp
+// are added as a tree (partner ^ 16, 8, 4, 2, 1), then the warps in order. The last block does the same over
+// the chunks. Squares of float32 and narrower are exact in float64. Cost: one read per element.
 #include <type_traits>
 
 #include "kernels/cuda/chunks.cuh"
