@@ -34,25 +34,30 @@ def run(what: str, *command: str) -> None:
         raise SystemExit(f"pycomm: {what} failed with status {status}; its message is above")
 
 
+def pybind11_config(build: Path) -> Path:
+    """The folder of pybind11's CMake files: of a copy in ``build``, where pip installed pybind11."""
+    try:
+        import pybind11
+    except ModuleNotFoundError:
+        raise SystemExit("pycomm: pybind11 was not found: run `pip install pybind11`") from None
+    package, config = Path(pybind11.__file__).parent, Path(pybind11.get_cmake_dir())
+    if not config.is_relative_to(package):
+        return config
+    copy = build / f"pybind11-{pybind11.__version__}"
+    if not copy.exists():
+        shutil.rmtree(build / "pybind11", ignore_errors=True)  # of a build that was interrupted
+        shutil.copytree(package, build / "pybind11")
+        (build / "pybind11").rename(copy)
+    return copy / config.relative_to(package)
+
+
 class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
-        try:
-            import pybind11
-        except ModuleNotFoundError:
-            raise SystemExit("pycomm: pybind11 was not found: run `pip install pybind11`") from None
         build = SOURCE / "build" / f"{sys.implementation.cache_tag}-{platform.machine()}"
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        package, config = Path(pybind11.__file__).parent, Path(pybind11.get_cmake_dir())
-        if config.is_relative_to(package):  # as pip installs it
-            headers = build / f"pybind11-{pybind11.__version__}"
-            if not headers.exists():
-                shutil.rmtree(build / "pybind11", ignore_errors=True)  # of a build that was interrupted
-                shutil.copytree(package, build / "pybind11")
-                (build / "pybind11").rename(headers)
-            config = headers / config.relative_to(package)
         (build / "CMakeCache.txt").unlink(missing_ok=True)
         options = [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DPython_EXECUTABLE={sys.executable}"]
-        options += [f"-Dpybind11_DIR={config}", "-DCMAKE_BUILD_TYPE=Release"]
+        options += [f"-Dpybind11_DIR={pybind11_config(build)}", "-DCMAKE_BUILD_TYPE=Release"]
         run("CMake", tool("cmake"), "-S", str(SOURCE), "-B", str(build), "-G", "Ninja", *options)
         run("the compiler", tool("cmake"), "--build", str(build), "--target", "_C")
         target.parent.mkdir(parents=True, exist_ok=True)

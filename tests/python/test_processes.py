@@ -6,7 +6,6 @@ import gc
 import os
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -19,6 +18,7 @@ import torch
 
 import pycomm
 from cases import raises
+from interpreters import run_interpreters
 from ranks import HOST, Died, run_ranks
 
 
@@ -196,29 +196,16 @@ print("bye", flush=True)
 )
 def test_the_interpreter_ends_with_no_close(what: str, tmp_path: Path) -> None:
     """Real interpreters, from start to end: pending work, no close; they end in time, with their own code."""
-    root = Path(__file__).resolve().parents[2]
     run = tmp_path / "run"
     run.mkdir(mode=0o700)
-    processes = []
-    for rank in range(2):
-        env = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": "2", "PYCOMM_RUN_DIR": str(run), "PYTHONPATH": str(root),
-            "PYCOMM_TUNE": "off", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, *what.split()],
-                env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-        )  # fmt: skip
-    try:
-        for rank, process in enumerate(processes):
-            output, _ = process.communicate(timeout=60)
-            assert process.returncode == (3 if "error" in what and rank == 0 else 0), (rank, output)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    ended = run_interpreters(
+        SCRIPT,
+        [what.split()] * 2,
+        env=lambda rank: {"RANK": str(rank), "WORLD_SIZE": "2", "PYCOMM_RUN_DIR": str(run)},
+        timeout=60,
+    )
+    for rank, (status, output) in enumerate(ended):
+        assert status == (3 if "error" in what and rank == 0 else 0), (rank, output)
     assert list(run.iterdir()) == []
 
 

@@ -7,7 +7,6 @@ timeout. What ends a wait is another rank's doing or a signal, told through the 
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
+from interpreters import run_interpreters
 from ranks import Died, run_ranks
 from torch_backend_ranks import start, world
 
@@ -378,21 +378,9 @@ dist.recv(torch.ones(1), 0)
 @pytest.mark.parametrize("calls", ["in flight", "none"])
 def test_a_program_that_ends_with_an_exception_does_not_wait_for_its_peers(tmp_path, calls):
     """Rank 1 waits for rank 0, which may have a call in flight that waits for rank 1, when it raises."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYCOMM_TUNE": "off"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(tmp_path / "store"), str(rank), calls],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=40)[1] for rank in ranks]  # less than the calls' timeout
-    finally:
-        for rank in ranks:
-            rank.kill()
+    arguments = [[str(tmp_path / "store"), str(rank), calls] for rank in range(2)]
+    ended = run_interpreters(SCRIPT, arguments, timeout=40)  # less than the calls' timeout
+    errors = [output for _, output in ended]
     assert "ValueError: the data are bad" in errors[0]
     assert "rank 0 (host" in errors[1]
     assert errors[1].count("the program ended with ValueError: the data are bad") == 1, errors[1]  # once

@@ -5,19 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import pycomm
+from interpreters import run_interpreters
 from ranks import run_ranks
 from torch_backend_ranks import start, world
 
@@ -127,21 +126,8 @@ dist.recv(torch.ones(1), 0)
 
 def test_a_program_that_exits_does_not_wait_long_for_calls_that_nobody_waited_for(tmp_path):
     """Rank 1 waits for rank 0, which has a call in flight that waits for rank 1, when it calls sys.exit."""
-    root = Path(__file__).resolve().parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root), "PYCOMM_TUNE": "off"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", EXITS, str(tmp_path / "store"), str(rank)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=45)[1] for rank in ranks]  # less than the calls' timeout
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert ranks[0].returncode == 3, errors[0]
-    assert "rank 0 (host" in errors[1] and "the program ended, and waited 10 s" in errors[1]
+    arguments = [[str(tmp_path / "store"), str(rank)] for rank in range(2)]
+    ended = run_interpreters(EXITS, arguments, timeout=45)  # less than the calls' timeout
+    (status, output), (_, error) = ended
+    assert status == 3, output
+    assert "rank 0 (host" in error and "the program ended, and waited 10 s" in error

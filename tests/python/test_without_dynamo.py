@@ -3,12 +3,9 @@
 Ranks of the harness have it imported when they start (ranks.PRELOADED); most programs do not.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from interpreters import run_interpreters
 
 PROGRAM = """
 import copy, os, sys
@@ -54,24 +51,12 @@ print("all three are right")
 def test_before_dynamo_is_imported_and_after(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir(mode=0o700)
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT), "PYCOMM_TUNE": "off", "OMP_NUM_THREADS": "1", "PYCOMM_RUN_DIR": str(run_dir),
-        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-    }  # fmt: skip
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=90)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True)):
-        assert process.returncode == 0 and "all three are right" in output, f"rank {rank}:\n{output}"
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "PYCOMM_RUN_DIR": str(run_dir)}
+    ended = run_interpreters(
+        PROGRAM,
+        [[], []],
+        env=lambda rank: job | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        timeout=90,
+    )
+    for rank, (status, output) in enumerate(ended):
+        assert status == 0 and "all three are right" in output, f"rank {rank}:\n{output}"

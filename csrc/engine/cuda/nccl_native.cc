@@ -173,22 +173,15 @@ Messages all_to_all_messages(const AllToAll& call) {
   return all;
 }
 
-// One group. Empty messages do not travel.
+// One group.
 Status exchange(nccl::NcclComm& comm, Stream stream, const Messages& messages,
                 const nccl::Patience& patience) {
-  const nccl::Api& api = comm.api();
   PYCOMM_RETURN_IF_ERROR(comm.start_group());
   for (const Message& m : messages) {
-    if (m.n_bytes == 0) continue;
-    const nccl::Result result = m.sent ? api.send(m.at, m.n_bytes, nccl::kUInt8, m.peer, comm.raw(), stream)
-                                       : api.recv(m.at, m.n_bytes, nccl::kUInt8, m.peer, comm.raw(), stream);
-    PYCOMM_RETURN_IF_ERROR(comm.in_group(result, m.sent ? "ncclSend" : "ncclRecv"));
+    PYCOMM_RETURN_IF_ERROR(m.sent ? comm.send(m.at, m.n_bytes, m.peer, stream)
+                                  : comm.recv(m.at, m.n_bytes, m.peer, stream));
   }
-  PYCOMM_RETURN_IF_ERROR(comm.end_group(patience));
-  for (const Message& m : messages) {
-    if (m.n_bytes > 0) comm.note_exchange(m.peer, m.sent);
-  }
-  return Status();
+  return comm.end_group(patience);
 }
 
 Status check_exchanges(const nccl::NcclComm& comm, const char* what, const Messages& messages) {

@@ -121,7 +121,6 @@ class NcclRounds::Run {
   Status code_work(const std::vector<CodedSegment>& segments, int plain, uint32_t slot);
   Status local_work(uint32_t slot);
   Status transfer(const PlanRound& round, uint32_t tile, uint32_t slot);
-  void note_exchanges(const PlanRound& round, uint32_t tile);
   Status compute(size_t number, uint32_t tile, uint32_t slot);
   Status launch(const Batch& batch, uint32_t tile, uint32_t slot);
   Status combine_codes(size_t number, const Batch& batch, uint32_t tile, uint32_t slot);
@@ -241,37 +240,21 @@ Status NcclRounds::Run::transfer(const PlanRound& round, uint32_t tile, uint32_t
   if (slots_[slot].computes) PYCOMM_RETURN_IF_ERROR(streams_.wait(streams_.comm(), computed(slot)));
   slots_[slot].computes = false;
 
-  const nccl::Api& api = comm_.api();
   const Stream stream = streams_.comm();
   PYCOMM_RETURN_IF_ERROR(comm_.start_group());
   for (size_t i = 0; i < round.sends.size(); i++) {
-    const size_t n = bytes_of(plan_.part[round.sends[i].chunk], tile);
-    if (n == 0) continue;
-    const void* const from = outgoing(round, i, tile, slot);
-    PYCOMM_RETURN_IF_ERROR(comm_.in_group(
-        api.send(from, n, nccl::kUInt8, round.sends[i].peer, comm_.raw(), stream), "ncclSend"));
+    const Outgoing& s = round.sends[i];
+    const size_t n = bytes_of(plan_.part[s.chunk], tile);
+    PYCOMM_RETURN_IF_ERROR(comm_.send(outgoing(round, i, tile, slot), n, s.peer, stream));
   }
   for (size_t i = 0; i < round.recvs.size(); i++) {
-    const size_t n = bytes_of(round.recvs[i].part, tile);
-    if (n == 0) continue;
-    void* const to = incoming(round, i, tile, slot);
+    const Landing& r = round.recvs[i];
     PYCOMM_RETURN_IF_ERROR(
-        comm_.in_group(api.recv(to, n, nccl::kUInt8, round.recvs[i].peer, comm_.raw(), stream), "ncclRecv"));
+        comm_.recv(incoming(round, i, tile, slot), bytes_of(r.part, tile), r.peer, stream));
   }
   PYCOMM_RETURN_IF_ERROR(comm_.end_group(patience_));
-  note_exchanges(round, tile);
   slots_[slot].travels = true;
   return streams_.record(stream, travelled(slot));
-}
-
-void NcclRounds::Run::note_exchanges(const PlanRound& round, uint32_t tile) {
-  if (tile > 0) return;  // the first has every peer that the others have
-  for (const Outgoing& s : round.sends) {
-    if (bytes_of(plan_.part[s.chunk], tile) > 0) comm_.note_exchange(s.peer, true);
-  }
-  for (const Landing& r : round.recvs) {
-    if (bytes_of(r.part, tile) > 0) comm_.note_exchange(r.peer, false);
-  }
 }
 
 // The round's reductions and copies, after the tile's transfers so far.

@@ -163,12 +163,15 @@ Status NcclComm::revoke(const Patience& patience) {
 }
 
 Status NcclComm::start_group() {
+  in_group_.clear();
   const Result result = api().group_start();
   return result == kSuccess ? Status() : failure(result, "ncclGroupStart");
 }
 
 Status NcclComm::end_group(const Patience& patience) {
-  return settle(api().group_end(), "ncclGroupEnd", patience);
+  PYCOMM_RETURN_IF_ERROR(settle(api().group_end(), "ncclGroupEnd", patience));
+  exchanged_.insert(in_group_.begin(), in_group_.end());
+  return Status();
 }
 
 Status NcclComm::in_group(Result result, const char* what) {
@@ -176,6 +179,18 @@ Status NcclComm::in_group(Result result, const char* what) {
   Status s = failure(result, what);
   (void)api().group_end();  // it reports the same error again
   return s;
+}
+
+Status NcclComm::send(const void* from, size_t n_bytes, int peer, Stream stream) {
+  if (n_bytes == 0) return Status();
+  in_group_.push_back({peer, true});
+  return in_group(api().send(from, n_bytes, kUInt8, peer, raw(), stream), "ncclSend");
+}
+
+Status NcclComm::recv(void* to, size_t n_bytes, int peer, Stream stream) {
+  if (n_bytes == 0) return Status();
+  in_group_.push_back({peer, false});
+  return in_group(api().recv(to, n_bytes, kUInt8, peer, raw(), stream), "ncclRecv");
 }
 
 Status NcclComm::settle(Result result, const char* what, const Patience& patience) {

@@ -18,6 +18,7 @@
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/status.h"
 #include "transport/cuda/nccl.h"
@@ -55,6 +56,9 @@ class NcclComm {
   Status end_group(const Patience& patience);
   // The result of a call within a group ("ncclSend to rank 3") as a Status; closes the group if it failed.
   Status in_group(Result result, const char* what);
+  // Messages within a group, of bytes; an empty one does not travel.
+  Status send(const void* from, size_t n_bytes, int peer, Stream stream);
+  Status recv(void* to, size_t n_bytes, int peer, Stream stream);
   // Of a single call outside of a group.
   Status settle(Result result, const char* what, const Patience& patience);
 
@@ -68,11 +72,9 @@ class NcclComm {
   Status abort(double timeout_s = kAbortTimeout_s);
   static constexpr double kAbortTimeout_s = 5;
 
-  // Peers with which messages have been exchanged. NCCL makes a connection for the first one, which the
-  // capture of a CUDA graph may forbid. Noted by who issues sends and receives.
-  // check_exchange: kValue, with the remedy, when there was none.
+  // NCCL makes a connection for the first message to a peer, or from it, which the capture of a CUDA graph
+  // may forbid. kValue, with the remedy, where no group with one (send, recv) has ended yet.
   Status check_exchange(const std::string& what, int peer, bool sent) const;
-  void note_exchange(int peer, bool sent) { exchanged_.insert({peer, sent}); }
 
   bool valid() const { return raw() != nullptr; }
   Comm raw() const { return comm_.load(std::memory_order_acquire); }
@@ -94,7 +96,8 @@ class NcclComm {
   const Library* library_ = nullptr;
   std::atomic<Comm> comm_{nullptr};
   int rank_ = 0, n_ranks_ = 0, device_ = 0;
-  std::set<std::pair<int, bool>> exchanged_;
+  std::set<std::pair<int, bool>> exchanged_;  // peers, and whether they were sent to
+  std::vector<std::pair<int, bool>> in_group_;
 };
 
 }  // namespace pycomm::nccl

@@ -112,12 +112,12 @@ TEST(DeviceGraph, AnAllToAllIsRefusedUntilItsRanksHaveMet) {
     refused(left, right);
     PYCOMM_ASSERT_OK(exchange(left, right));
     PYCOMM_ASSERT_OK(captured(self, [&] { return exchange(left, right); }));
+    PYCOMM_ASSERT_OK(captured(self, [&] { return exchange(self.rank, self.rank); }));  // needs no connection
     expect_filled(out, static_cast<float>(right), "by the call before");
   });
 }
 
-// Neither do a gather or a scatter of one root make the connections of another's; to itself a rank needs
-// none.
+// Neither do a gather or a scatter of one root make the connections of another's.
 TEST(DeviceGraph, AGatherOrScatterIsRefusedUntilItsRootHasMetAll) {
   for (const CallKind kind : {CallKind::kGather, CallKind::kScatter}) {
     run_device_ranks(3, [kind](DeviceRank& self) {

@@ -29,7 +29,7 @@ if(NOT PYCOMM_SANITIZE STREQUAL "thread")  # wrong bits and no race, which would
     "      s.residual = residual(step.part, tile);" "" "NcclCodes.AllReduce*")
 endif()
 pycomm_engine_mutant(nccl group_that_is_not_on_its_stream_yet transport/cuda/nccl_comm.cc
-  "return settle(api().group_end(), \"ncclGroupEnd\", patience);" "(void)api().group_end(); return Status();"
+  "PYCOMM_RETURN_IF_ERROR(settle(api().group_end(), \"ncclGroupEnd\", patience));" "(void)api().group_end();"
   "NcclComm.AGroupReturns*")
 
 pycomm_engine_mutant(device block_whose_stream_has_not_passed engine/cuda/device_arena.cc
