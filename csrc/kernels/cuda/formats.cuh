@@ -6,6 +6,8 @@
 // 16; those of single elements none.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/cuda/platform.cuh"
 
 namespace pycomm::cuda {
@@ -140,13 +142,28 @@ PYCOMM_DEVICE Lanes<F> decode_pack(const Pack& pack) {
   return out;
 }
 
+// Word by word, which takes fewer registers than an array of bytes.
 template <class F>
 PYCOMM_DEVICE Pack encode_pack(const Lanes<F>& lanes) {
-  typename F::LaneStore stored[kLanes<F>];
-  PYCOMM_UNROLL
-  for (int i = 0; i < kLanes<F>; ++i) stored[i] = F::encode(lanes.v[i]);
+  using S = typename F::LaneStore;
   Pack pack;
-  memcpy(&pack, stored, sizeof pack);
+  if constexpr (sizeof(S) < 4) {
+    constexpr int n = 4 / static_cast<int>(sizeof(S));
+    PYCOMM_UNROLL
+    for (int w = 0; w < 4; ++w) {
+      pack.word[w] = 0;
+      PYCOMM_UNROLL
+      for (int i = 0; i < n; ++i) {
+        const auto code = static_cast<std::make_unsigned_t<S>>(F::encode(lanes.v[w * n + i]));
+        pack.word[w] |= uint32_t{code} << (32 / n * i);
+      }
+    }
+  } else {
+    S stored[kLanes<F>];
+    PYCOMM_UNROLL
+    for (int i = 0; i < kLanes<F>; ++i) stored[i] = F::encode(lanes.v[i]);
+    memcpy(&pack, stored, sizeof pack);
+  }
   return pack;
 }
 

@@ -137,18 +137,6 @@ struct Product : Op<F, false> {
 };
 
 template <class F>
-struct Min : Op<F, false> {
-  using A = typename F::Acc;
-  static PYCOMM_DEVICE A combine(A a, A b) { return Lower()(a, b); }
-};
-
-template <class F>
-struct Max : Op<F, false> {
-  using A = typename F::Acc;
-  static PYCOMM_DEVICE A combine(A a, A b) { return Higher()(a, b); }
-};
-
-template <class F>
 struct SumProduct : Op<F, true> {  // of integers
   template <class Use>
   static PYCOMM_DEVICE void choose(Which which, const Use& use) {

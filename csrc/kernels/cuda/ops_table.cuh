@@ -60,10 +60,10 @@ class OpTable {
     return Maker::template make<O>(n_lanes);
   }
 
-  // Of bytes a kernel for all three would spill registers.
-  template <class F, class O>
-  static Entry alone_if_bytes() {
-    return make<std::conditional_t<sizeof(typename F::Store) == 1, O, ProductMinMax<F>>>();
+  // Of bytes a kernel for product, min and max would spill registers; min and max are exact.
+  template <class F, class OfBytes>
+  static Entry of_three() {
+    return make<std::conditional_t<sizeof(typename F::Store) == 1, OfBytes, ProductMinMax<F>>>();
   }
 
   template <class F>
@@ -72,9 +72,9 @@ class OpTable {
       case ReduceOp::kSum:
       case ReduceOp::kAvg:
       case ReduceOp::kPremulSum: return make<ScaledSum<F>>();
-      case ReduceOp::kProduct: return alone_if_bytes<F, Product<F>>();
-      case ReduceOp::kMin: return alone_if_bytes<F, Min<F>>();
-      case ReduceOp::kMax: return alone_if_bytes<F, Max<F>>();
+      case ReduceOp::kProduct: return of_three<F, Product<F>>();
+      case ReduceOp::kMin:
+      case ReduceOp::kMax: return of_three<F, MinMax<F>>();
       case ReduceOp::kBand:
       case ReduceOp::kBor:
       case ReduceOp::kBxor: return {};
