@@ -76,7 +76,8 @@ PyObject* empty_on_device(PyCommunicator& self, const std::vector<int64_t>& shap
     const Status s = self.comm->prepare(&first, nullptr);
     if (!s.ok()) refuse_and_raise(self, s);
     hooks.before_block();
-    raise_after(hooks, self.comm->run(first, &hooks));
+    raise_after(hooks,
+                self.comm->run(first, &hooks).within("empty, the first call on CUDA, meets the others"));
   }
   throw_if_error(self.comm->check_usable());
   const auto engine = device_of(self);

@@ -71,7 +71,7 @@ def show(machine: Topology, out: Console) -> None:
     _line(out, f"{machine.host}: {_cpu_text(machine)}")
     _show_numa(machine, out)
     if machine.gpus.missing:
-        _line(out, f"No GPUs: {machine.gpus.missing}")
+        _line(out, f"No GPUs are shown: {machine.gpus.missing}")
     else:
         _show_gpus(machine.gpus, out)
     _show_nics(machine, out)

@@ -120,6 +120,9 @@ def refused_in_the_first_call(rank: int, size: int) -> None:
                     comm.empty(3, device=mine)
             assert comm._c.device == -1
         comm.all_reduce(comm.empty(3, device=mine))
+    named = [] if rank == 1 else ["empty, the first call on CUDA"]
+    with pycomm.init(timeout=30) as comm, raises(pycomm.MismatchError, *named):
+        _ = comm.broadcast(torch.ones(3)) if rank == 1 else comm.empty(3, device=mine)
 
 
 def test_the_first_empty_is_refused_on_all_ranks() -> None:

@@ -269,6 +269,6 @@ def test_this_machine() -> None:
     if gpus["devices"]:
         assert gpus["missing"] == "" and "GPU 0" in shown.stdout
     else:
-        assert f"No GPUs: {gpus['missing']}" in shown.stdout
+        assert f"No GPUs are shown: {gpus['missing']}" in shown.stdout
     assert isinstance(document["decision_tables"], list)
     assert bool(document["built_in_table"]) == (_C.cuda.build() != "off")

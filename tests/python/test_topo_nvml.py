@@ -127,8 +127,11 @@ def test_a_lost_gpu_stays_in_the_list(library: Path) -> None:
 @pytest.mark.parametrize(
     ("box", "words"),
     [
-        ("empty", "No GPUs: the driver 580.65.06 is there, but no device"),
-        ("unloaded", "No GPUs: there is a driver library, but the kernel has no NVIDIA driver loaded"),
+        ("empty", "No GPUs are shown: the driver 580.65.06 is there, but no device"),
+        (
+            "unloaded",
+            "No GPUs are shown: there is a driver library, but the kernel has no NVIDIA driver loaded",
+        ),
     ],
 )
 def test_without_a_device_it_says_what_is_missing_and_shows_the_rest(
