@@ -81,7 +81,16 @@ def through_host(call: str, tensor: torch.Tensor, is_send: bool) -> Staged:
     """A stand-in in host memory for a tensor on a GPU, of which messages between two ranks are made.
 
     The copies are ordered by torch's current stream, and wait for it.
+
+    Raises:
+        ValueError: that stream is captured into a CUDA graph; or elements of a tensor to receive into share
+            memory.
     """
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"{call} cannot be captured into a CUDA graph: messages travel through host memory, and a replay "
+            "would send none; make it before the capture, or after its end"
+        )
     if is_send:
         return Staged(_plain(tensor).cpu(), None)
     if _overlaps_itself(tensor):

@@ -73,6 +73,7 @@ def apply(comm: Communicator, table: Mapping[str, Sequence[Row]]) -> None:
     with comm._refusing:
         if why := devices.why_none():
             raise ValueError(f"selection on CUDA: there is no CUDA device: {why}")
+    comm.barrier()  # all ranks chose by the table of before for the calls that are queued
     before = read(comm)
     try:
         with comm._refusing:

@@ -68,7 +68,7 @@ class Work:
         return True
 
     def _complete(self, has_passed: bool) -> None:
-        """After success: brings a staged output to its tensor, once.
+        """After success: brings a staged output to its tensor, once, and lets go of the tensors.
 
         Args:
             has_passed: the device has done the call.
@@ -79,6 +79,8 @@ class Work:
                     if not has_passed:
                         self._work.wait(-1.0, False)  # the call's stream, too, goes on behind it
                     self._staged.write_back()
+            if not has_passed and not self._work.is_ordered():
+                return  # kept until over: the call's own stream, which may use their memory again, goes on
             self._tensors = None
         keeper = None if self._keeper is None else self._keeper()
         if keeper is not None:

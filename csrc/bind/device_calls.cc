@@ -163,6 +163,7 @@ void add_work(py::module_& m) {
                              [](const Work& w) { return w.end() == nullptr ? -1 : w.end()->device(); })
       .def("done", &Work::done)
       .def("over", &Work::over)
+      .def("is_ordered", [](const Work& w) { return w.end() == nullptr || w.end()->is_ordered(); })
       .def("announce", &Work::announce)
       .def("raise_if_failed", [](const Work& w) { throw_if_error(w.result()); })
       .def_readonly("source", &Work::source);

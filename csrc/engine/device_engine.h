@@ -60,7 +60,8 @@ class DeviceEnd {
   ~DeviceEnd();
   // What is put on the stream from now on begins after the call; also where this tells that it has failed.
   Status order(void* stream) const;
-  bool passed() const;  // or failed
+  bool is_ordered() const;  // the stream that was the caller's when it made the call goes on behind it
+  bool passed() const;      // or failed
   // The device does not use the tensors any more, which may be later than a failure.
   bool over() const;
   Status failure() const;  // why the communicator has failed on the device, if it has

@@ -28,6 +28,7 @@ bool DeviceTurn::is_captured() const { return false; }
 DeviceTurn::~DeviceTurn() = default;
 DeviceEnd::~DeviceEnd() = default;
 Status DeviceEnd::order(void*) const { return no(); }
+bool DeviceEnd::is_ordered() const { return true; }
 bool DeviceEnd::passed() const { return true; }
 bool DeviceEnd::over() const { return true; }
 Status DeviceEnd::failure() const { return no(); }

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
+from typing import Any, cast
 
 import pytest
 import torch
 
 import pycomm
 from cases import check, raises, values
+from pycomm.work import Keeper, Work
 from ranks import HOST, run_ranks
 
 
@@ -283,6 +286,38 @@ def closing(rank: int, size: int) -> None:
     with raises(pycomm.CommError, "closed"):
         late = comm.all_reduce(tensors[0], async_op=True)
         late.wait()
+
+
+class _WaitedElsewhere:
+    """Of a call that goes on on its device after ``wait``: another stream waits for it than its caller's."""
+
+    is_over = False
+    is_ordered = staticmethod(bool)
+
+    def wait(self, timeout: float, on_host: bool = False) -> bool:
+        return True
+
+    def done(self) -> bool:
+        return self.is_over
+
+    over = done
+
+    def raise_if_failed(self) -> None:
+        pass
+
+
+def test_tensors_are_kept_where_another_stream_waits() -> None:
+    keeper, call, t = Keeper(), _WaitedElsewhere(), torch.ones(3)
+    alive, call_as_any = weakref.ref(t), cast(Any, call)
+    work = keeper.add(Work(call_as_any, t, None, None))
+    del t
+    work.wait()
+    del work
+    keeper.add(Work(cast(Any, _WaitedElsewhere()), None, None, None))
+    assert alive() is not None  # memory of the caller's stream would be used again
+    call.is_over = True
+    keeper.add(Work(cast(Any, _WaitedElsewhere()), None, None, None))
+    assert alive() is None
 
 
 def test_close_waits_for_the_queue() -> None:

@@ -14,6 +14,7 @@ import torch
 import pycomm
 from cases import DTYPES, check, raises, values
 from hosts_ranks import meet
+from pycomm.staging import through_host
 from ranks import HOST, Died, run_ranks
 
 #: More than all cells of a pipe hold (8 × 32 KiB): the sender needs the receiver's help.
@@ -259,6 +260,15 @@ def last_words(rank: int, size: int) -> None:
     comm.recv(got, 1)
     assert torch.equal(got, torch.arange(1000))
     assert torch.equal(more, torch.arange(5))
+
+
+@pytest.mark.parametrize("is_send", [True, False])
+def test_a_message_through_host_memory_is_not_captured(
+    is_send: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with raises(ValueError, "isend cannot be captured into a CUDA graph", "before the capture"):
+        through_host("isend", torch.ones(2), is_send)
 
 
 def test_messages_outlive_their_sender() -> None:

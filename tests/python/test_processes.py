@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -239,8 +238,7 @@ def test_waiting_costs_no_processor(form: str) -> None:
             assert used < 0.05 * 2.0, (n, used)
 
 
-def _left_behind() -> set[str]:
-    temp = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+def _left_behind(temp: Path) -> set[str]:
     return {str(p) for p in [*Path("/dev/shm").iterdir(), *temp.glob("pycomm-[!r]*")]}
 
 
@@ -259,8 +257,8 @@ def leaves_nothing(rank: int, size: int) -> Any:
     return found
 
 
-def test_killed_ranks_leave_nothing_behind() -> None:
-    before = _left_behind()
-    found = run_ranks(3, leaves_nothing, may_die=[1, 2])
+def test_killed_ranks_leave_nothing_behind(tmp_path: Path) -> None:
+    before = _left_behind(tmp_path)
+    found = run_ranks(3, leaves_nothing, may_die=[1, 2], env={"XDG_RUNTIME_DIR": str(tmp_path)})
     assert found[0][0] == []  # the run folder is empty as soon as all have met
-    assert _left_behind() - before == set()
+    assert _left_behind(tmp_path) - before == set()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,25 @@ WRONG: list[tuple[Any, str]] = [
     ({"all_to_all": [(ANY, "nccl")]}, "'all_to_all' has no table; those that have: all_reduce"),
     ([], "expected a table for each collective, got []"),
 ]
+
+
+def given_with_a_call_under_way(rank: int, size: int) -> None:
+    with pycomm.init(timeout=20) as comm:
+        tuning_cuda.apply(comm, {"all_reduce": [(ANY, "peer")]})
+        for way in ("nccl", "peer", "ring"):
+            t = torch.full((5_000,), float(rank))
+            pause = 0.3 if rank == 1 else 0.0
+            time.sleep(pause)  # the others' call waits for this one, and must not see the table before it
+            work = comm.all_reduce(t, async_op=True)
+            time.sleep(pause)
+            tuning_cuda.apply(comm, {"all_reduce": [(ANY, way)]})
+            work.wait()
+            assert bool((t == sum(range(size))).all())
+
+
+@emulated
+def test_a_table_is_for_the_calls_after_it() -> None:
+    run_ranks(3, given_with_a_call_under_way, timeout=100)
 
 
 def refused(rank: int, size: int) -> None:

@@ -17,6 +17,16 @@ Status DeviceTurn::take(int device, void* stream, std::shared_ptr<DeviceTurn>* o
   bool is_captured = false;
   PYCOMM_RETURN_IF_ERROR(
       cuda::capture_state(static_cast<cudaStream_t>(stream), "a call on CUDA", &is_captured));
+  if (!is_captured) {  // waiting for this one would invalidate that
+    bool another_is = false;
+    PYCOMM_RETURN_IF_ERROR(cuda::capture_state(context->streams().comm(), "a call on CUDA", &another_is));
+    if (another_is) {
+      return Status::error(
+          Code::kValue, format("a call on cuda:%d while pycomm's calls there are captured into a CUDA graph "
+                               "from another stream: make it before the capture, or after its end",
+                               device));
+    }
+  }
   PYCOMM_RETURN_IF_ERROR(cuda::HeldEvent::take(context, &ready));
   PYCOMM_RETURN_IF_ERROR(cuda_status(cudaEventRecord(ready->get(), static_cast<cudaStream_t>(stream)),
                                      "cudaEventRecord on the caller's stream"));
@@ -54,8 +64,11 @@ Status DeviceEnd::order(void* stream) const {
   Status ordered = cuda_status(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), impl->event->get(), 0),
                                "cudaStreamWaitEvent on the caller's stream");
   PYCOMM_RETURN_IF_ERROR(impl->failure->get());
+  if (ordered.ok() && stream == impl->caller) impl->is_ordered.store(true);
   return ordered;
 }
+
+bool DeviceEnd::is_ordered() const { return impl->is_ordered.load(); }
 
 // The engine's watch finds the device's error as well, and ends what is under way.
 bool DeviceEnd::Impl::ask() const {

@@ -206,7 +206,7 @@ Status DeviceEngine::create(int device, Link link, std::unique_ptr<DeviceEngine>
   const Status found = nccl::open(&library);
   if (found.ok()) mine.nccl_version = library->version;
   const char* const several = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  mine.shares_device = several != nullptr && std::strcmp(several, "1") == 0;
+  mine.shares_device = several != nullptr && std::strcmp(several, "1") == 0 && mine.nccl_version >= 23000;
   mine.good = own.ok();
   keep_text(own.ok() ? found.message() : own.message(), mine.why);
   gethostname(mine.host, sizeof mine.host - 1);
@@ -231,7 +231,7 @@ Status DeviceEngine::create(int device, Link link, std::unique_ptr<DeviceEngine>
       if (!same || (all[q].shares_device && all[p].shares_device)) continue;
       d.why_no_nccl = format(
           "ranks %zu and %zu are both on GPU %s of %s, and NCCL takes one rank a GPU (give "
-          "each a GPU of its own: torch.cuda.set_device; NCCL 2.30 takes several with "
+          "each a GPU of its own: torch.cuda.set_device; NCCL 2.30 and newer take several with "
           "NCCL_MULTI_RANK_GPU_ENABLE=1)",
           p, q, all[p].pci, all[p].host);
     }
@@ -273,16 +273,14 @@ void DeviceEngine::abort(const Status& why) { impl_->fail(why); }
 std::shared_ptr<DeviceHeritage> DeviceEngine::bequeath(std::vector<int> excluded) {
   Impl& d = *impl_;
   d.end_nccl();
-  const std::lock_guard lock(d.comm_mutex);
-  if (!d.comm_is_revoked || d.failure->get().ok()) return nullptr;
+  const auto lock = d.lock_comm();
+  if (!lock.owns_lock() || !d.comm_is_revoked || d.failure->get().ok()) return nullptr;
   d.comm_is_revoked = false;
   d.has_comm = false;
   return std::make_shared<DeviceHeritage>(DeviceHeritage{std::move(d.comm), std::move(excluded)});
 }
 
-bool DeviceEngine::is_idle() const {
-  return impl_->failure->failed.load() || !stream_is_busy(impl_->device, impl_->stream());
-}
+bool DeviceEngine::is_idle() const { return impl_->failure->failed.load() || !impl_->is_busy(); }
 
 Status DeviceEngine::failure() const {
   PYCOMM_RETURN_IF_ERROR(impl_->failure->get());

@@ -74,7 +74,9 @@ struct DeviceEnd::Impl {
   std::shared_ptr<DeviceFailure> failure;
   std::shared_ptr<cuda::HeldEvent> event;
   bool is_captured = false;  // then the event is the graph's, and nobody can ask it
-  bool ask() const;          // whether the event has passed; an error of the device fails the communicator
+  void* caller = nullptr;    // whose stream
+  std::atomic<bool> is_ordered{false};
+  bool ask() const;  // whether the event has passed; an error of the device fails the communicator
 };
 
 // NCCL's communicator, with nothing under way on it.
@@ -189,8 +191,11 @@ struct DeviceEngine::Impl {
   Status note_passed(std::unique_lock<std::mutex>& lock);
   Status overdue();
   Status look();
+  Status named(Status s);
   void fail(const Status& why);
+  std::unique_lock<std::mutex> lock_comm();
   void end_nccl();
+  bool is_busy();
   bool await_end();
   void keep();
   void end();

@@ -292,8 +292,12 @@ Status DeviceEngine::Impl::mark_end(bool is_captured, bool is_whole, const Call&
   auto made = std::make_shared<DeviceEnd>();
   PYCOMM_RETURN_IF_ERROR(cuda_status(cudaEventRecord(event->get(), stream()), "cudaEventRecord"));
   if (!is_captured) context->note_end(event);
-  made->impl =
-      std::make_unique<DeviceEnd::Impl>(DeviceEnd::Impl{context, failure, std::move(event), is_captured});
+  made->impl = std::make_unique<DeviceEnd::Impl>();
+  made->impl->context = context;
+  made->impl->failure = failure;
+  made->impl->event = std::move(event);
+  made->impl->is_captured = is_captured;
+  made->impl->caller = call.stream;
   *end = std::move(made);
   return Status();
 }
@@ -340,7 +344,7 @@ Status DeviceEngine::run(const Call& call, const DeviceTurn& turn, double timeou
   };
   Status s = issue();
   if (!s.ok()) {
-    s = std::move(s).within(call.sig.text());
+    s = d.named(std::move(s)).within(call.sig.text());
     const bool interrupted = s.code() == Code::kInterrupt;
     if (!is_captured)
       d.fail(interrupted ? Status::error(Code::kClosed, call.sig.text() + " was interrupted (Ctrl-C)")

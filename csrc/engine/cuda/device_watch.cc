@@ -22,6 +22,7 @@ constexpr auto kBetweenLooks = std::chrono::milliseconds(5);
 constexpr auto kBetweenReplays = std::chrono::milliseconds(100);
 constexpr double kLetGoS = 1;
 constexpr double kGraceS = 0.5;  // for the word of another host
+constexpr double kNameS = 1;
 }  // namespace
 
 void DeviceEngine::Impl::begin_watch() {
@@ -85,12 +86,25 @@ Status DeviceEngine::Impl::overdue() {
                               pending.front().what.c_str(), late->limit_s, who.c_str()));
 }
 
+// NCCL may tell that a peer is gone before the kernel has told that it died, and does not know its name.
+// Called without locks.
+Status DeviceEngine::Impl::named(Status s) {
+  if (s.code() != Code::kPeerLost && s.code() != Code::kSystem) return s;
+  for (const double end_s = monotonic_s() + kNameS; monotonic_s() < end_s;) {
+    PYCOMM_RETURN_IF_ERROR(link.trouble());
+    std::this_thread::sleep_for(kBetweenLooks);
+  }
+  return s;
+}
+
 // Something that ends the calls under way, or OK. No call of CUDA: these may wait for the issuing thread.
 Status DeviceEngine::Impl::look() {
   if (peers != nullptr) PYCOMM_RETURN_IF_ERROR(peers->failure());
   PYCOMM_RETURN_IF_ERROR(link.trouble());
-  const std::unique_lock lock(comm_mutex, std::try_to_lock);  // whoever holds it is told by NCCL
-  return lock.owns_lock() && comm.valid() ? comm.async_error() : Status();
+  std::unique_lock lock(comm_mutex, std::try_to_lock);  // whoever holds it is told by NCCL
+  Status s = lock.owns_lock() && comm.valid() ? comm.async_error() : Status();
+  if (lock.owns_lock()) lock.unlock();
+  return s.ok() ? Status() : named(std::move(s));
 }
 
 void DeviceEngine::Impl::watch() {
@@ -127,14 +141,20 @@ void DeviceEngine::Impl::fail(const Status& why) {
   end_nccl();
 }
 
+// Not owned where the issuing thread, which has it, does not come back in time.
+std::unique_lock<std::mutex> DeviceEngine::Impl::lock_comm() {
+  std::unique_lock lock(comm_mutex, std::defer_lock);
+  for (const double end_s = monotonic_s() + kLetGoS; !lock.try_lock() && monotonic_s() < end_s;)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return lock;
+}
+
 // What is under way on it ends. Where NCCL can go on with the ranks that are left, it stays for them.
 //
 // The issuing thread polls for trouble, and lets go; but where a launch keeps it, only the abort frees it. It
 // then finds no communicator.
 void DeviceEngine::Impl::end_nccl() {
-  std::unique_lock lock(comm_mutex, std::defer_lock);
-  for (const double end_s = monotonic_s() + kLetGoS; !lock.try_lock() && monotonic_s() < end_s;)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  const auto lock = lock_comm();
   if (!has_comm.load(std::memory_order_acquire) || comm_is_revoked.load()) return;
   const DeviceGuard guard(device);
   if (lock.owns_lock() && comm.can_shrink() && comm.can_revoke()) {
@@ -147,6 +167,19 @@ void DeviceEngine::Impl::end_nccl() {
 }
 
 // ---- the end
+
+// Whether the stream has not passed this communicator's calls. It is the device's: what other communicators
+// have on it may be stuck, and is asked only where nobody knows what this one has (graphs; after a failure).
+bool DeviceEngine::Impl::is_busy() {
+  std::shared_ptr<DeviceEnd> last;
+  {
+    const std::lock_guard lock(watch_mutex);
+    if (has_captured || failure->failed.load()) return stream_is_busy(device, stream());
+    if (!pending.empty()) last = pending.back().end;
+  }
+  bool passed = last == nullptr;
+  return !passed && event_passed(device, last->impl->event->get(), &passed).ok() && !passed;
+}
 
 // Until the stream has passed what is on it. False: it does not, though a failure should have ended it.
 bool DeviceEngine::Impl::await_end() {
@@ -162,7 +195,7 @@ bool DeviceEngine::Impl::await_end() {
   }
   const double begin_s = monotonic_s();
   auto pause = std::chrono::microseconds(10);
-  while (stream_is_busy(device, stream())) {
+  while (is_busy()) {
     if (failure->failed.load()) {
       const double end_s =
           std::max(failure->at_s.load() + nccl::NcclComm::kAbortTimeout_s, begin_s + kAtLeastS);

@@ -25,7 +25,8 @@
 // exchanged is refused. NCCL's communicator cannot be ended while graphs hold operations of it.
 //
 // The caller gives scratch memory, keeps all memory until the stream has passed, makes streams.comm() wait
-// for the inputs, and finds the outputs written when streams.comm() has passed what is on it. One thread.
+// for the inputs, and finds the outputs written when streams.comm() has passed what is on it. One thread at a
+// time.
 // Cost: the schedule's rounds and bytes; a group and at most a launch per reduction depth for each round and
 // tile.
 #pragma once

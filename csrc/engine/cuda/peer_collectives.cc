@@ -68,15 +68,15 @@ size_t PeerCollectives::reserved_bytes(size_t half_bytes) { return zero_bytes() 
 Status PeerCollectives::create(PeerMemory* memory, const PeerOptions& options, const Exchange& exchange,
                                std::unique_ptr<PeerCollectives>* out) {
   std::unique_ptr<PeerCollectives> made(new PeerCollectives(memory, options));
-  PYCOMM_RETURN_IF_ERROR(made->agree_on_options(exchange));
-  PYCOMM_RETURN_IF_ERROR(made->allocate_words());
+  PYCOMM_RETURN_IF_ERROR(made->agree_on_options(made->allocate_words(), exchange));
   if (memory->n_ranks() > 1) made->watchdog_ = std::thread([self = made.get()] { self->watch(); });
   PYCOMM_RETURN_IF_ERROR(made->prove(exchange));
   *out = std::move(made);
   return {};
 }
 
-Status PeerCollectives::agree_on_options(const Exchange& exchange) {
+// `mine`: whether this rank can take part at all.
+Status PeerCollectives::agree_on_options(Status mine, const Exchange& exchange) {
   const int n = memory_->n_ranks();
   struct Terms {
     uint64_t half_bytes, n_threads, push, one_shot_bytes;
@@ -87,7 +87,7 @@ Status PeerCollectives::agree_on_options(const Exchange& exchange) {
   };
   const DeviceGuard guard(memory_->device());
   int n_multiprocessors = 0;
-  Status mine = guard.status();
+  if (mine.ok()) mine = guard.status();
   if (mine.ok()) {
     mine = cuda_status(
         cudaDeviceGetAttribute(&n_multiprocessors, cudaDevAttrMultiProcessorCount, memory_->device()),

@@ -92,7 +92,7 @@ class PeerCollectives {
   PeerCollectives(PeerMemory* memory, const PeerOptions& options)
       : memory_(memory), options_(options), limit_s_(options.timeout_s) {}
   Status allocate_words();
-  Status agree_on_options(const Exchange& exchange);
+  Status agree_on_options(Status mine, const Exchange& exchange);
   Status prove(const Exchange& exchange);  // peer_proof.cc
   // What a collective hands to its launches; key tells dtype and operation apart.
   struct Message {

@@ -17,6 +17,7 @@ using cuda::PeerTrouble;
 namespace {
 
 constexpr double kLookS = 0.01;
+constexpr double kWordS = 0.5;
 constexpr double kAnswerS = 5;  // a kernel whose GPU is shared by processes may have to wait for its turn
 
 uint64_t load(uint64_t& word) { return std::atomic_ref(word).load(std::memory_order_acquire); }
@@ -154,6 +155,9 @@ bool PeerCollectives::look(double now_s) {
     if (ending_since_s_ == 0) ending_since_s_ = now_s;
     if (!is_idle() && now_s - ending_since_s_ < kAnswerS) return true;
     Status why = gave_up_s_ == 0 && options_.trouble ? options_.trouble() : Status();
+    // Peers gave up, and know why: their word comes by the host's ways, which names the kind of error as
+    // well.
+    if (why.ok() && gave_up_s_ == 0 && options_.trouble && now_s - ending_since_s_ < kWordS) return true;
     if (why.ok()) why = told_by_kernels(gave_up_s_ > 0 ? timeout.clone() : Status());
     if (why.ok()) why = Status::error(Code::kPeerLost, "a call over peer memory stopped");
     abort(std::move(why));

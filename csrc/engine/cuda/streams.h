@@ -2,7 +2,7 @@
 //
 // `comm` has everything that moves data between devices, in one order; `reduce` has the local kernels, so
 // that they overlap with the next transfer. They are non-blocking streams: nothing orders them against the
-// caller's but events. Used by one thread; every call has the device set.
+// caller's but events. Used by one thread at a time; every call has the device set.
 #pragma once
 
 #include <memory>

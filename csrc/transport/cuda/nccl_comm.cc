@@ -6,6 +6,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -244,14 +245,21 @@ Status NcclComm::async_error() {
 Status NcclComm::in_time(std::function<Result(Comm)> fn, Comm comm, const char* what, double timeout_s,
                          Result* result) const {
   const auto ending = std::make_shared<Ending>();
-  std::thread([ending, fn = std::move(fn), comm, device = device_] {
-    const bool on_device = cudaSetDevice(device) == cudaSuccess;
-    const Result r = on_device ? fn(comm) : kUnhandledCudaError;
-    const std::lock_guard lock(ending->mutex);
-    ending->result = r;
-    ending->is_done = true;
-    ending->done.notify_all();
-  }).detach();
+  try {
+    std::thread([ending, fn = std::move(fn), comm, device = device_] {
+      const bool on_device = cudaSetDevice(device) == cudaSuccess;
+      const Result r = on_device ? fn(comm) : kUnhandledCudaError;
+      const std::lock_guard lock(ending->mutex);
+      ending->result = r;
+      ending->is_done = true;
+      ending->done.notify_all();
+    }).detach();
+  } catch (const std::system_error& e) {
+    return Status::error(Code::kSystem, format("%s, rank %d of %d on device %d: no thread can be started for "
+                                               "it (%s); left are the communicator's memory, connections and "
+                                               "kernels",
+                                               what, rank_, n_ranks_, device_, e.what()));
+  }
   std::unique_lock lock(ending->mutex);
   if (!ending->done.wait_for(lock, std::chrono::duration<double>(timeout_s),
                              [&] { return ending->is_done; })) {

@@ -5,7 +5,7 @@
 // dead) or until the deadline. After a failure only abort() is left. Functions that NCCL offers no
 // non-blocking form of (abort, destroy) run on a thread of their own, which is left behind when it hangs.
 //
-// Times are seconds. The calls of one device, of all its communicators, are made by one thread in one order
+// Times are seconds. The calls of one device, of all its communicators, are made one at a time, in an order
 // that is the same on all ranks; else NCCL deadlocks. The caller has set the device. Cost: NCCL 2.24 and
 // newer answer "in progress" to every group, and put it on the stream by a thread of their own, for tens of
 // microseconds; settle() polls without sleeping for the first 200. Older ones do so where they connect only.

@@ -211,6 +211,27 @@ TEST(DeviceCalls, AsynchronousCallsFollowEachOther) {
   });
 }
 
+// Whether memory of the caller's stream may be used again as soon as nobody holds it: not where another
+// stream waits for the call.
+TEST(DeviceCalls, AnEndKnowsWhetherTheCallersStreamWaitsForIt) {
+  run_device_ranks(2, [](DeviceRank& self) {
+    cudaStream_t other = nullptr;
+    ASSERT_CUDA(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
+    OnStream t(self.stream, Bytes(400));
+    auto r = std::make_unique<Request>(sum_of(self, Buffer(t.data(), 100)));
+    PYCOMM_ASSERT_OK(self.comm->prepare(r.get(), nullptr));
+    const auto work = self.comm->start(std::move(r));
+    bool finished = false;
+    PYCOMM_ASSERT_OK(work->wait(-1, nullptr, &finished));
+    PYCOMM_ASSERT_OK(work->end()->order(other));
+    EXPECT_FALSE(work->end()->is_ordered());
+    PYCOMM_ASSERT_OK(work->end()->order(self.stream));
+    EXPECT_TRUE(work->end()->is_ordered());
+    ASSERT_CUDA(cudaStreamSynchronize(other));
+    ASSERT_CUDA(cudaStreamDestroy(other));
+  });
+}
+
 // The communicators of a device share its stream; two threads that call at once are served in turn.
 TEST(DeviceCalls, SeveralCommunicators) {
   run_device_ranks(4, [](DeviceRank& self) {

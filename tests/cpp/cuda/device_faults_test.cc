@@ -120,6 +120,23 @@ TEST(DeviceFaults, AnErrorOfNccl) {
   });
 }
 
+// NCCL tells that somebody is gone; who it is, the host's ways tell a little later.
+TEST(DeviceFaults, WhoIsGoneIsNamedThoughNcclIsFirst) {
+  const ScopedEnv fault("LOOPBACK_NCCL_FAULT", "error=1:2");
+  run_device_ranks(3, [](DeviceRank& self) {
+    OnStream t(self.stream, Bytes(400));
+    if (self.rank == 2) {
+      for (int i = 0; i < 3; i++) (void)sum(self, t, "nccl");
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      self.comm->abort("the test ends rank 2");
+      return;
+    }
+    const Status s = until_failure(self, t, "nccl");
+    EXPECT_NE(s.message().find("the test ends rank 2"), std::string::npos)
+        << "rank " << self.rank << ": " << s.message();
+  });
+}
+
 TEST(DeviceFaults, AnOperationThatNeverEnds) {
   const ScopedEnv fault("LOOPBACK_NCCL_FAULT", "stall=1:2");
   const double begin_s = monotonic_s();

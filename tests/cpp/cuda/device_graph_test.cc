@@ -92,6 +92,26 @@ TEST(DeviceGraph, WhatCannotBeCaptured) {
   });
 }
 
+// It would have to wait for what is captured, which runs at replays only.
+TEST(DeviceGraph, ACallBesideACaptureIsRefused) {
+  run_device_ranks(2, [](DeviceRank& self) {
+    DeviceRank beside = self;  // another thread's stream, or torch's default one
+    ASSERT_CUDA(cudaStreamCreateWithFlags(&beside.stream, cudaStreamNonBlocking));
+    for (const char* way : {"peer", "nccl"}) {
+      OnStream t(self.stream, filled(1)), other(beside.stream, filled(1));
+      PYCOMM_ASSERT_OK(sum(self, t, way));
+      PYCOMM_ASSERT_OK(captured(self, [&] {
+        PYCOMM_RETURN_IF_ERROR(sum(self, t, way));
+        expect_refused(sum(beside, other, way), "are captured into a CUDA graph from another stream");
+        return sum(self, t, way);  // the capture has not suffered
+      }));
+      PYCOMM_ASSERT_OK(sum(beside, other, way));
+      expect_filled(other, 2, way);
+    }
+    ASSERT_CUDA(cudaStreamDestroy(beside.stream));
+  });
+}
+
 // Each rank sends to one other: that it has exchanged messages with the third is not enough.
 TEST(DeviceGraph, AnAllToAllIsRefusedUntilItsRanksHaveMet) {
   run_device_ranks(3, [](DeviceRank& self) {

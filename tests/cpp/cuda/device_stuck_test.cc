@@ -68,6 +68,37 @@ TEST(DeviceStuckDeathTest, CloseWhenNcclsAbortHangs) {
   EXPECT_LT(monotonic_s() - begin_s, 30);
 }
 
+// Its own calls have passed: what keeps the device's stream is not its affair.
+void close_beside_one_that_is_stuck() {
+  const ScopedEnv fault("LOOPBACK_NCCL_FAULT", "stall=1:1,abort_hangs=1");
+  const ScopedEnv old("LOOPBACK_NCCL_VERSION", "22703");
+  static OnStream* tensors[2];
+  run_device_ranks(
+      2,
+      [](DeviceRank& self) {
+        OnStream* const t = tensors[self.rank] = new OnStream(self.stream, Bytes(400));
+        PYCOMM_ASSERT_OK(sum(self, *t, "peer"));
+        DeviceRank stuck = self;
+        PYCOMM_ASSERT_OK(self.comm->split(0, 0, 0, nullptr, &stuck.comm));
+        PYCOMM_ASSERT_OK(sum(stuck, *t, "nccl"));
+        PYCOMM_ASSERT_OK(sum(stuck, *t, "nccl"));
+        EXPECT_FALSE(until_failure(stuck).ok());
+        expect_close_in_time(self);
+        expect_close_in_time(stuck);
+        ASSERT_CUDA(cudaStreamCreateWithFlags(&self.stream, cudaStreamNonBlocking));  // the old one is stuck
+      },
+      kLimitS);
+  std::exit(testing::Test::HasFailure() ? 1 : 0);
+}
+
+TEST(DeviceStuckDeathTest, CloseBesideOneThatIsStuck) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const double begin_s = monotonic_s();
+  EXPECT_EXIT(close_beside_one_that_is_stuck(), testing::ExitedWithCode(0),
+              "calls on CUDA device 1 do not end");
+  EXPECT_LT(monotonic_s() - begin_s, 40);
+}
+
 // Of a rank alone, which could be freed, but for the device, for which cudaFree would wait.
 std::shared_ptr<PeerMemory> memory_alone(int device) {
   std::shared_ptr<PeerMemory> out;
