@@ -185,7 +185,7 @@ Status run_settings(NcclRank& me, std::span<const Setting> settings) {
 }
 
 void all_are_what_the_cpu_says(std::span<const Setting> settings,
-                               std::initializer_list<int> n_ranks = {1, 2, 3, 5, 8}) {
+                               std::initializer_list<int> n_ranks = {1, 2, 3, 4, 5, 6, 7, 8}) {
   for (const int n : n_ranks) {
     run_nccl_ranks(n, [settings](NcclRank& me) { return run_settings(me, settings); });
   }

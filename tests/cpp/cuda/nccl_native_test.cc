@@ -74,7 +74,7 @@ TEST(NcclNative, ReductionsAgreeWithTheCpuOnExactInputs) {
 }
 
 TEST(NcclNative, DataIsMovedWhateverItsType) {
-  for (const int n : {1, 2, 3, 5}) {
+  for (int n = 1; n <= 8; n++) {
     run_nccl_ranks(n, [n](NcclRank& me) -> Status {
       DeviceArena arena(1 << 20);
       std::mt19937_64 rng{4};
