@@ -22,8 +22,6 @@ extern char** environ;
 namespace pycomm {
 namespace {
 
-constexpr int kSharedSince = 23000;  // as ncclGetVersion says
-
 // ---- as a rank
 
 Status run_algorithms(NcclRank& me) {
@@ -178,7 +176,7 @@ TEST_P(NcclGpu, HasTheBitsOfTheCpu) {
     for (const int n : {3, 4, 8}) {
       if (n <= n_devices()) sizes.push_back(n);
     }
-  } else if (library->version < kSharedSince) {
+  } else if (library->version < nccl::kSharedGpuVersion) {
     GTEST_SKIP() << "one GPU, and NCCL " << nccl::version_text(library->version)
                  << ": ranks can share a GPU since 2.30";
   }

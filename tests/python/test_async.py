@@ -292,7 +292,9 @@ class _WaitedElsewhere:
     """Of a call that goes on on its device after ``wait``: another stream waits for it than its caller's."""
 
     is_over = False
-    is_ordered = staticmethod(bool)
+
+    def is_ordered(self) -> bool:
+        return False
 
     def wait(self, timeout: float, on_host: bool = False) -> bool:
         return True
@@ -308,15 +310,14 @@ class _WaitedElsewhere:
 
 def test_tensors_are_kept_where_another_stream_waits() -> None:
     keeper, call, t = Keeper(), _WaitedElsewhere(), torch.ones(3)
-    alive, call_as_any = weakref.ref(t), cast(Any, call)
-    work = keeper.add(Work(call_as_any, t, None, None))
+    alive = weakref.ref(t)
+    keeper.add(Work(cast(Any, call), t, None, None)).wait()
     del t
-    work.wait()
-    del work
-    keeper.add(Work(cast(Any, _WaitedElsewhere()), None, None, None))
+    another = Work(cast(Any, _WaitedElsewhere()), None, None, None)
+    keeper.add(another)
     assert alive() is not None  # memory of the caller's stream would be used again
     call.is_over = True
-    keeper.add(Work(cast(Any, _WaitedElsewhere()), None, None, None))
+    keeper.add(another)
     assert alive() is None
 
 

@@ -259,6 +259,8 @@ def leaves_nothing(rank: int, size: int) -> Any:
 
 def test_killed_ranks_leave_nothing_behind(tmp_path: Path) -> None:
     before = _left_behind(tmp_path)
-    found = run_ranks(3, leaves_nothing, may_die=[1, 2], env={"XDG_RUNTIME_DIR": str(tmp_path)})
+    found = run_ranks(
+        3, leaves_nothing, may_die=[1, 2], env=dict.fromkeys(("XDG_RUNTIME_DIR", "TMPDIR"), str(tmp_path))
+    )
     assert found[0][0] == []  # the run folder is empty as soon as all have met
     assert _left_behind(tmp_path) - before == set()

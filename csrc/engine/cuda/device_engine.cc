@@ -206,7 +206,8 @@ Status DeviceEngine::create(int device, Link link, std::unique_ptr<DeviceEngine>
   const Status found = nccl::open(&library);
   if (found.ok()) mine.nccl_version = library->version;
   const char* const several = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  mine.shares_device = several != nullptr && std::strcmp(several, "1") == 0 && mine.nccl_version >= 23000;
+  mine.shares_device =
+      several != nullptr && std::strcmp(several, "1") == 0 && mine.nccl_version >= nccl::kSharedGpuVersion;
   mine.good = own.ok();
   keep_text(own.ok() ? found.message() : own.message(), mine.why);
   gethostname(mine.host, sizeof mine.host - 1);

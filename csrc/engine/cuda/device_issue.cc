@@ -292,12 +292,7 @@ Status DeviceEngine::Impl::mark_end(bool is_captured, bool is_whole, const Call&
   auto made = std::make_shared<DeviceEnd>();
   PYCOMM_RETURN_IF_ERROR(cuda_status(cudaEventRecord(event->get(), stream()), "cudaEventRecord"));
   if (!is_captured) context->note_end(event);
-  made->impl = std::make_unique<DeviceEnd::Impl>();
-  made->impl->context = context;
-  made->impl->failure = failure;
-  made->impl->event = std::move(event);
-  made->impl->is_captured = is_captured;
-  made->impl->caller = call.stream;
+  made->impl.reset(new DeviceEnd::Impl{context, failure, std::move(event), is_captured, call.stream});
   *end = std::move(made);
   return Status();
 }

@@ -101,10 +101,12 @@ Status DeviceEngine::Impl::named(Status s) {
 Status DeviceEngine::Impl::look() {
   if (peers != nullptr) PYCOMM_RETURN_IF_ERROR(peers->failure());
   PYCOMM_RETURN_IF_ERROR(link.trouble());
-  std::unique_lock lock(comm_mutex, std::try_to_lock);  // whoever holds it is told by NCCL
-  Status s = lock.owns_lock() && comm.valid() ? comm.async_error() : Status();
-  if (lock.owns_lock()) lock.unlock();
-  return s.ok() ? Status() : named(std::move(s));
+  Status s;
+  {
+    const std::unique_lock lock(comm_mutex, std::try_to_lock);  // whoever holds it is told by NCCL
+    if (lock.owns_lock() && comm.valid()) s = comm.async_error();
+  }
+  return named(std::move(s));
 }
 
 void DeviceEngine::Impl::watch() {
@@ -171,12 +173,11 @@ void DeviceEngine::Impl::end_nccl() {
 // Whether the stream has not passed this communicator's calls. It is the device's: what other communicators
 // have on it may be stuck, and is asked only where nobody knows what this one has (graphs; after a failure).
 bool DeviceEngine::Impl::is_busy() {
-  std::shared_ptr<DeviceEnd> last;
-  {
-    const std::lock_guard lock(watch_mutex);
-    if (has_captured || failure->failed.load()) return stream_is_busy(device, stream());
-    if (!pending.empty()) last = pending.back().end;
-  }
+  std::unique_lock lock(watch_mutex);
+  const bool is_known = !has_captured && !failure->failed.load();
+  const std::shared_ptr<DeviceEnd> last = pending.empty() ? nullptr : pending.back().end;
+  lock.unlock();
+  if (!is_known) return stream_is_busy(device, stream());
   bool passed = last == nullptr;
   return !passed && event_passed(device, last->impl->event->get(), &passed).ok() && !passed;
 }

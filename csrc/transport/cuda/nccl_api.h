@@ -62,7 +62,8 @@ inline constexpr int kUndefinedInt = INT_MIN;
 inline constexpr int kShrinkDefault = 0, kShrinkAbort = 1;
 inline constexpr int kRevokeDefault = 0;
 inline constexpr int kShrinkVersion = 22700, kRevokeVersion = 22900;
-inline constexpr int kOldestVersion = 21800;  // major * 10000 + minor * 100 + patch
+inline constexpr int kSharedGpuVersion = 23000;  // from here on several ranks may have one GPU
+inline constexpr int kOldestVersion = 21800;     // major * 10000 + minor * 100 + patch
 
 // ncclConfig_t as it was in 2.17: later versions read its size and take their defaults for what is not there.
 struct Config {

@@ -39,23 +39,47 @@ void expect_close_in_time(DeviceRank& self) {
   EXPECT_LT(monotonic_s() - begin_s, 15) << "rank " << self.rank;
 }
 
-void close_while_abort_hangs() {
+// Rank 1's second operation of NCCL's never ends, and its abort hangs: the device is stuck for good, and the
+// process ends here. `closing` gets stuck, and closes.
+void while_abort_hangs(void (*closing)(DeviceRank& self, const OnStream& t)) {
   const ScopedEnv fault("LOOPBACK_NCCL_FAULT", "stall=1:1,abort_hangs=1");
   const ScopedEnv old("LOOPBACK_NCCL_VERSION", "22703");  // it has no ncclCommRevoke
   static OnStream* tensors[2];                            // for good: the operation may write them
   run_device_ranks(
       2,
-      [](DeviceRank& self) {
+      [closing](DeviceRank& self) {
         OnStream* const t = tensors[self.rank] = new OnStream(self.stream, Bytes(400));
-        PYCOMM_ASSERT_OK(sum(self, *t, "nccl"));
-        PYCOMM_ASSERT_OK(sum(self, *t, "nccl"));
-        const Status s = until_failure(self);
-        EXPECT_NE(s.message().find("has not ended in time"), std::string::npos) << s.message();
-        expect_close_in_time(self);
+        closing(self, *t);
         ASSERT_CUDA(cudaStreamCreateWithFlags(&self.stream, cudaStreamNonBlocking));  // the old one is stuck
       },
       kLimitS);
   std::exit(testing::Test::HasFailure() ? 1 : 0);
+}
+
+void get_stuck(const DeviceRank& self, const OnStream& t) {
+  PYCOMM_ASSERT_OK(sum(self, t, "nccl"));
+  PYCOMM_ASSERT_OK(sum(self, t, "nccl"));
+  const Status s = until_failure(self);
+  EXPECT_NE(s.message().find("has not ended in time"), std::string::npos) << s.message();
+}
+
+void close_while_abort_hangs() {
+  while_abort_hangs([](DeviceRank& self, const OnStream& t) {
+    ASSERT_NO_FATAL_FAILURE(get_stuck(self, t));
+    expect_close_in_time(self);
+  });
+}
+
+// Its own calls have passed: what keeps the device's stream is not its affair.
+void close_beside_one_that_is_stuck() {
+  while_abort_hangs([](DeviceRank& self, const OnStream& t) {
+    PYCOMM_ASSERT_OK(sum(self, t, "peer"));
+    DeviceRank stuck = self;
+    PYCOMM_ASSERT_OK(self.comm->split(0, 0, 0, nullptr, &stuck.comm));
+    ASSERT_NO_FATAL_FAILURE(get_stuck(stuck, t));
+    expect_close_in_time(self);
+    expect_close_in_time(stuck);
+  });
 }
 
 // In a process of its own, whose device is stuck for good; it can exit.
@@ -66,29 +90,6 @@ TEST(DeviceStuckDeathTest, CloseWhenNcclsAbortHangs) {
               "rank 1 closed a communicator whose calls on CUDA device 1 do not end.*ncclCommAbort.*did not "
               "return");
   EXPECT_LT(monotonic_s() - begin_s, 30);
-}
-
-// Its own calls have passed: what keeps the device's stream is not its affair.
-void close_beside_one_that_is_stuck() {
-  const ScopedEnv fault("LOOPBACK_NCCL_FAULT", "stall=1:1,abort_hangs=1");
-  const ScopedEnv old("LOOPBACK_NCCL_VERSION", "22703");
-  static OnStream* tensors[2];
-  run_device_ranks(
-      2,
-      [](DeviceRank& self) {
-        OnStream* const t = tensors[self.rank] = new OnStream(self.stream, Bytes(400));
-        PYCOMM_ASSERT_OK(sum(self, *t, "peer"));
-        DeviceRank stuck = self;
-        PYCOMM_ASSERT_OK(self.comm->split(0, 0, 0, nullptr, &stuck.comm));
-        PYCOMM_ASSERT_OK(sum(stuck, *t, "nccl"));
-        PYCOMM_ASSERT_OK(sum(stuck, *t, "nccl"));
-        EXPECT_FALSE(until_failure(stuck).ok());
-        expect_close_in_time(self);
-        expect_close_in_time(stuck);
-        ASSERT_CUDA(cudaStreamCreateWithFlags(&self.stream, cudaStreamNonBlocking));  // the old one is stuck
-      },
-      kLimitS);
-  std::exit(testing::Test::HasFailure() ? 1 : 0);
 }
 
 TEST(DeviceStuckDeathTest, CloseBesideOneThatIsStuck) {
